@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.groups import GroupForm
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
@@ -30,6 +34,7 @@ from tests.kernels.triton.kv.test_block_copy import *  # noqa: F403
 from tests.kernels.triton.kv.test_swap import *  # noqa: F403
 from tests.kernels.triton.kv.test_write import *  # noqa: F403
 from tests.kernels.triton.linear.test_grouped import *  # noqa: F403
+from tests.kernels.triton.linear.test_grouped import FLOAT8, INT4, make_groups, pack
 from tests.kernels.triton.linear.test_skinny import *  # noqa: F403
 from tests.kernels.triton.sampling.test_logits_processors import *  # noqa: F403
 from tests.kernels.triton.sampling.test_sample import *  # noqa: F403
@@ -198,10 +203,48 @@ def test_overlapping_hopper_products_match_separate_ones(num_tokens: int, hidden
 def test_hopper_project_qkv_matches_separate_kernels(
     heads: int, kv_heads: int, head_dim: int, size: int, normed: bool, biased: bool, num_tokens: int
 ) -> None:
-    """Compared with the product and `rope_kv_write`; three launches give the same bits, and no other slot changes."""
-    residual = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
     weight = random((heads + 2 * kv_heads) * head_dim, size, scale=0.05)
-    bias = random((heads + 2 * kv_heads) * head_dim) if biased else None
+    multiply = partial(cuda.norm_linear, weight=weight)
+    check_projection(
+        partial(cuda.project_qkv, weight=weight), multiply, (heads, kv_heads, head_dim), size, num_tokens,
+        normed=normed, biased=biased,
+    )  # fmt: skip
+
+
+@HOPPER
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(
+    ("heads", "size"), [((32, 8, 128), 4096), ((12, 2, 128), 1536), ((4, 1, 128), 8192), ((9, 3, 64), 768)], ids=str
+)
+@pytest.mark.parametrize("form", [INT4, GroupForm(4, 32, has_zeros=True), GroupForm(8, 32, zero=128), FLOAT8], ids=str)
+def test_hopper_project_qkv_of_a_quantised_weight_matches_separate_kernels(
+    form: GroupForm, heads: tuple[int, int, int], size: int, num_tokens: int
+) -> None:
+    weight = pack(make_groups(form, (heads[0] + 2 * heads[1]) * heads[2], size, torch.bfloat16))
+    if num_tokens <= weight.max_small_batch_tokens:
+        for normed, biased in ((True, False), (False, True)):
+            check_projection(
+                weight.project_qkv, weight.norm_linear, heads, size, num_tokens, normed=normed, biased=biased
+            )
+
+
+def check_projection(
+    project: Callable[..., Tensor],
+    multiply: Callable[..., Tensor],
+    heads: tuple[int, int, int],
+    size: int,
+    num_tokens: int,
+    *,
+    normed: bool,
+    biased: bool,
+) -> None:
+    """Compared with the product and `rope_kv_write`; three launches give the same bits, and no other slot changes.
+
+    heads  of q, of K, and their size
+    """
+    num_heads, kv_heads, head_dim = heads
+    residual = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
+    bias = random((num_heads + 2 * kv_heads) * head_dim) if biased else None
     norms: dict[str, Any] = {"q_norm": None, "k_norm": None}
     if normed:
         norms = {"q_norm": 1 + random(head_dim, scale=0.1), "k_norm": 1 + random(head_dim, scale=0.1)}
@@ -211,11 +254,9 @@ def test_hopper_project_qkv_matches_separate_kernels(
     table = reference.rope_table(head_dim, 1000, 10000.0, device="cuda")
     before = random(64, 3, 2, kv_heads, 16, head_dim)
     pools = [before.clone() for _ in range(4)]
-    q = [
-        cuda.project_qkv(residual, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms)
-        for kv in pools[:3]
-    ]
-    parts = reference.split_heads(cuda.norm_linear(residual, 1e-5, weight, bias), pools[3][:, 1])
+    rest: dict[str, Any] = {"batch": batch, "cos_sin": table, "norm_eps": 1e-6, **norms}
+    q = [project(residual, 1e-5, bias=bias, kv_layer=kv[:, 1], **rest) for kv in pools[:3]]
+    parts = reference.split_heads(multiply(residual, 1e-5, bias=bias), pools[3][:, 1])
     expected = cuda.rope_kv_write(*parts, batch.positions, table, pools[3][:, 1], batch.slot_mapping, eps=1e-6, **norms)
     assert all(torch.equal(x, q[0]) for x in q) and all(torch.equal(kv, pools[0]) for kv in pools[:3])
     assert relative_error(q[0], expected.double()) < 1e-2 and relative_error(pools[0], pools[3].double()) < 1e-2

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.kernels.group_form import SUPER_SIZE, GroupForm
 
 if TYPE_CHECKING:
+    from octavo.kernels.metadata import RaggedBatch
     from octavo.kernels.reference.experts import ExpertGate, Routing
     from octavo.kernels.reference.norms import Gate, NormedResidual
 
@@ -189,6 +190,23 @@ class FusedWeight(PackedWeight, Protocol):
 
     def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
         """See `reference.add_linear`."""
+        ...
+
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        bias: Tensor | None,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+        kv_scales: Tensor | None,
+    ) -> Tensor:
+        """See `reference.project_qkv`."""
         ...
 
 

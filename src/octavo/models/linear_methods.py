@@ -383,6 +383,8 @@ class PackedMethod(PlainMethod):
         norm_eps: float,
         **norms: Unpack[HeadNorms],
     ) -> Tensor:
+        if self.fused is not None:
+            return self.fused.project_qkv(residual, eps, bias, kv_layer, batch, cos_sin, norm_eps=norm_eps, **norms)
         method = PlainMethod if self.packed is None else LinearMethod
         return method.project_qkv(self, residual, eps, bias, kv_layer, batch, cos_sin, norm_eps=norm_eps, **norms)
 

@@ -195,6 +195,9 @@ def quantised() -> None:
             if num_tokens <= weight.max_small_batch_tokens:
                 residual = ops.make_normed_residual(torch.empty(num_tokens, 1024, dtype=BF16), torch.empty(1024))
                 weight.norm_linear(residual, 1e-5, torch.empty(512, dtype=BF16), "silu")
+                batch = RaggedBatch.from_lists([1] * num_tokens, [1] * num_tokens, [[1]] * num_tokens, BLOCK_SIZE)
+                kv, table = torch.empty(3, 2, 2, 1, BLOCK_SIZE, 128, dtype=BF16), torch.empty(99, 128)
+                weight.project_qkv(residual, 1e-5, None, kv[:, 1], batch, table)
                 stream = ops.make_normed_residual(torch.empty(num_tokens, 512, dtype=BF16), torch.empty(512))
                 weight.add_linear(stream, residual.x, None, torch.empty(512))
         weight(torch.empty(5, 1024, dtype=F16), None, float32_out=True)

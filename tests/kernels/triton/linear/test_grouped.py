@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.linear import grouped
@@ -170,3 +171,29 @@ def test_fused_products_match_the_reference(form: GroupForm, num_out: int) -> No
     assert relative_error(actual.x, total.x) < TOLERANCE
     assert relative_error(actual.weighted, total.weighted) < 2 * TOLERANCE
     assert relative_error(actual.squares.sum(0)[:5], total.squares.sum(0)) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize(("form", "head_dim"), [(INT4, 128), (INT4, 64), (FLOAT8, 128), (FLOAT8, 32)], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_project_qkv_matches_the_reference(form: GroupForm, head_dim: int, normed: bool) -> None:
+    """With a bias or norms; in one kernel on Hopper, but for heads of 32. Of 64, the last tile has one head."""
+    num_heads, num_kv_heads, num_in, num_tokens = 5, 2, 256, 5
+    groups = make_groups(form, (num_heads + 2 * num_kv_heads) * head_dim, num_in)
+    weight, wide = pack(groups), groups.dequantised().double()
+    residual = cuda.make_normed_residual(
+        torch.randn(num_tokens, num_in, device=DEVICE).to(HALF) / 64, torch.rand(num_in, device=DEVICE).to(HALF)
+    )
+    bias = None if normed else torch.randn(len(wide), device=DEVICE).to(HALF)
+    norms = [torch.rand(head_dim, device=DEVICE).to(HALF) if normed else None for _ in range(2)]
+    wide_bias, *wide_norms = (None if x is None else x.double() for x in (bias, *norms))
+    batch = RaggedBatch.from_lists([1] * 5, [3, 30, 17, 1, 9], [[4, 7], [1, 5], [3, 6], [2], [8]], 16, device=DEVICE)
+    table = reference.rope_table(head_dim, 64, 10000.0, device=DEVICE)
+    kv = torch.zeros(9, 2, num_kv_heads, 16, head_dim, device=DEVICE, dtype=HALF)
+    wide_kv = kv.double()
+    q = weight.project_qkv(residual, 0.5, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
+    expected = reference.project_qkv(
+        to_double(residual), 0.5, wide, wide_bias, wide_kv, batch, table.double(),
+        q_norm=wide_norms[0], k_norm=wide_norms[1], norm_eps=0.1,
+    )  # fmt: skip
+    assert q.shape == expected.shape and relative_error(q, expected) < 3 * TOLERANCE
+    assert relative_error(kv, wide_kv) < 3 * TOLERANCE

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon import language as gl
 
 from octavo.integers import cdiv
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.groups import GroupForm
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import grouped_hopper, tuning
-from octavo.kernels.triton.linear.grouped import GroupedWeight, pack_groups
 from tests.kernels.triton.compiled import (
     MULTIPROCESSOR_REGISTERS,
     SHARED_BYTES,
-    compile_for_hopper,
     fake_gpu,
     record_launches,
     register_usage,
 )
+from tests.kernels.triton.linear.quantised import compile_grouped, packed
 
 LLAMA = [(6144, 4096, ""), (14336, 4096, "silu"), (4096, 14336, "")]
 
@@ -30,40 +28,20 @@ def compile_product(
 ) -> tuple[Any, tuning.HopperTuning]:
     bits, scaled = 4 if format == "int4" else 8, columns * (2 if planes == "pair" else 1)
     chosen = tuning.grouped_hopper_tuning(num_out, num_in, bits, scaled, num_tokens, bool(gate))
-    lines = grouped_hopper.lines_of_step(format, chosen.columns)
-    padded = tuning.padded_tokens(num_tokens)
-    tokens = 8 if num_tokens <= 8 else padded
-    x_layout = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=2)
+    adds = num_out < num_in
     types = {
-        "xs": f"tensordesc<bf16[{tokens}, {columns}],{x_layout!r}>",
-        "words": f"tensordesc<i32[{lines}, 32],{grouped_hopper.WORD_LAYOUT!r}>",
-        "planes": f"tensordesc<i32[8, 16],{grouped_hopper.PLANE_LAYOUT!r}>",
-        "eps": "fp32",
-        "barriers": "*i32",
-        **dict.fromkeys(("row_scales", "squares", "out_squares", "partial_sums"), "*fp32"),
+        "out_squares": "*fp32",
         **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
     }
-    adds = num_out < num_in
     constants = {
-        "FORMAT": format,
-        "PLANES": planes,
-        "COLUMNS": columns,
-        "ZERO": 0 if format == "float8" else 8,
-        "SCALES": "bfloat16",
-        "STEP": chosen.columns,
-        "TOKENS": tokens,
-        "PADDED": padded,
-        "SPLITS": chosen.splits,
-        "STAGES": chosen.stages,
         "GATE": gate,
         "SCALED": not adds,
         "WITH_BIAS": False,
         "WITH_RESIDUAL": adds,
         "WITH_NORM": adds,
-        "USE_PDL": True,
     }
-    options = {"num_warps": grouped_hopper.NUM_WARPS, "maxnreg": chosen.registers}
-    return compile_for_hopper(grouped_hopper._grouped_hopper, constants, types, **options), chosen
+    weight = format, planes, columns
+    return compile_grouped(grouped_hopper._grouped_hopper, chosen, weight, num_tokens, types, constants), chosen
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 32, 64])
@@ -112,14 +90,6 @@ def test_all_programs_of_a_product_are_resident() -> None:
                     min(by_registers, SHARED_BYTES // (chosen.stages * stage + 2048)) * tuning.NUM_MULTIPROCESSORS
                 )
                 assert chosen.splits == 1 or cdiv(num_out, 128) * chosen.splits <= resident
-
-
-def packed(form: GroupForm, num_out: int, num_in: int) -> GroupedWeight:
-    scales = torch.ones(num_out, num_in // form.group_size, dtype=torch.float32 if form.is_float else torch.bfloat16)
-    values = torch.zeros(num_out, num_in, dtype=torch.uint8)
-    weight = pack_groups(Groups(form, values.view(torch.float8_e4m3fn) if form.is_float else values, scales, None))
-    assert isinstance(weight, GroupedWeight)
-    return weight
 
 
 def test_launch_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@
                                    x in 2 parts              `grouped_product`
     float8_e4m3fn, elsewhere       `grouped_product`         as 4 bits
 
+On Hopper, a QKV projection of few rows also rotates heads and writes K and V: `grouped_qkv_hopper`.
+
 A value less its zero is exact in bfloat16 and float16. A group's scale multiplies the sum over its inputs, in float32.
 
 A float8 weight is stored by rows, each 16 inputs in the order [lane 4, half 2, odd 2] of those below. The matrix
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +36,12 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups, PackedHead
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.capability import kernels_for
+from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options
 from octavo.kernels.triton.linear.grouped_kernels import (
     FLOAT8_GROUP,
@@ -54,6 +60,7 @@ from octavo.kernels.triton.linear.tuning import (
     MIN_ROWS_CUBLAS,
     GroupedTuning,
     HopperTuning,
+    fuses_qkv,
     grouped_hopper_tuning,
     grouped_tuning,
 )
@@ -270,6 +277,38 @@ class GroupedWeight:
         assert norm_outputs is not None
         return NormedResidual(y, *norm_outputs)
 
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        bias: Tensor | None,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+        kv_scales: Tensor | None = None,
+        tuning: HopperTuning | None = None,
+    ) -> Tensor:
+        """`reference.project_qkv` for at most `max_small_batch_tokens`."""
+        norms: Any = {"q_norm": q_norm, "k_norm": k_norm}
+        if fuses_qkv(kv_layer, kv_scales) and self._streams(residual.weighted, None):
+            from octavo.kernels.triton.linear import grouped_qkv_hopper  # only where the GPU has its instructions
+
+            tuning = tuning or self._hopper_tuning(self.num_out, len(residual.x), False)
+            return grouped_qkv_hopper.launch(
+                residual, eps, self, bias, kv_layer, batch, cos_sin, tuning, norm_eps=norm_eps, **norms
+            )
+        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
+        norms |= {"eps": norm_eps, "kv_scales": kv_scales}
+        return rope_kv_write(q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, **norms)
+
+    def _hopper_tuning(self, num_out: int, num_tokens: int, gated: bool) -> HopperTuning:
+        step_inputs = self.columns * (2 if self.kind == "pair" else 1)
+        return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, step_inputs, num_tokens, gated)
+
     def _streams(self, x: Tensor, out: Tensor | None) -> bool:
         """True if Hopper's kernel computes the product: few rows in bfloat16 that TMA copies, into a whole tensor."""
         has_kernel = kernels_for(x.device).hopper and x.dtype == torch.bfloat16
@@ -327,16 +366,15 @@ class GroupedWeight:
         tuning: GroupedTuning | HopperTuning | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Writes out; with a norm -> (weighted, squares). Launches on a device must not overlap, see `skinny`."""
-        pairs = 2 if self.kind == "pair" else 1
-        step_inputs = self.columns * pairs
         if isinstance(tuning, HopperTuning) or (tuning is None and parts is None and self._streams(x, out)):
             from octavo.kernels.triton.linear import grouped_hopper  # only where the GPU has its instructions
 
-            sizes = out.shape[1], self.num_in, self.form.bits, step_inputs
-            tuning = tuning or grouped_hopper_tuning(*sizes, len(x), bool(gate))
+            tuning = tuning or self._hopper_tuning(out.shape[1], len(x), bool(gate))
             return grouped_hopper.launch(
                 self, x, bias, gate, tuning, out=out, squares=squares, eps=eps, residual=residual, norm=norm
             )
+        pairs = 2 if self.kind == "pair" else 1
+        step_inputs = self.columns * pairs
         num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
         if parts is None:
             parts = 2 if self.form.is_float and kernels_for(x.device).float8 else 0

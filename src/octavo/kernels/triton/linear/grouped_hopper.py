@@ -65,20 +65,13 @@ def launch(
 ) -> tuple[Tensor, Tensor] | None:
     """Writes out; with a norm -> (weighted, squares). As `skinny_hopper.launch`; tuning: its rows are 128."""
     num_tokens, num_out, padded = len(x), out.shape[1], padded_tokens(len(x))
-    tokens, programs = 8 if num_tokens <= 8 else padded, cdiv(num_out, TILE_OUTPUTS) * tuning.splits
+    tokens, programs = tile_tokens(num_tokens), cdiv(num_out, TILE_OUTPUTS) * tuning.splits
     norm_outputs = None
     if norm is not None:
         norm_outputs = torch.empty_like(out), torch.empty(programs, padded, dtype=torch.float32, device=x.device)
     num_sums = programs * (2 if gate else 1) * TILE_OUTPUTS * tokens if tuning.splits > 1 else 0
-    x_layout = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * weight.columns, 128), element_bitwidth=16, rank=2)
-    xs = TensorDescriptor(x, [num_tokens, weight.num_in], [x.stride(0), 1], [tokens, weight.columns], x_layout)
-    words = weight.words.view(torch.int32)
-    words = words.view(len(words) * TILE_OUTPUTS, -1) if weight.form.is_float else words.view(-1, 32)
-    plane_lines = weight.planes.view(torch.int32).view(-1, 16)
     _grouped_hopper[(programs,)](
-        xs,
-        TensorDescriptor.from_tensor(words, [lines_of_step(weight.format, tuning.columns), 32], WORD_LAYOUT),
-        TensorDescriptor.from_tensor(plane_lines, [TILE_OUTPUTS // 16, 16], PLANE_LAYOUT),
+        *describe(weight, x, tuning.columns),
         weight.planes,
         *or_placeholder(out, bias, squares, residual, norm, out, *(norm_outputs or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
@@ -86,8 +79,7 @@ def launch(
         num_tokens,
         num_out,
         weight.num_in,
-        weight.words.shape[1] // 32,
-        weight.planes.stride(0) // 16,
+        *lines_of(weight),
         0 if squares is None else len(squares),
         eps,
         **weight.constants(),
@@ -106,6 +98,30 @@ def launch(
         **pdl_options(x.device),
     )
     return norm_outputs
+
+
+def tile_tokens(num_tokens: int) -> int:
+    """Tokens of a tile, for at most 64."""
+    return 8 if num_tokens <= 8 else padded_tokens(num_tokens)
+
+
+def describe(weight: GroupedWeight, x: Tensor, step: int) -> tuple[TensorDescriptor, ...]:
+    """Of x, words and planes, for copies of steps of so many inputs."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * weight.columns, 128), element_bitwidth=16, rank=2)
+    box = [tile_tokens(len(x)), weight.columns]
+    words = weight.words.view(torch.int32)
+    words = words.view(len(words) * TILE_OUTPUTS, -1) if weight.form.is_float else words.view(-1, 32)
+    plane_lines = weight.planes.view(torch.int32).view(-1, 16)
+    return (
+        TensorDescriptor(x, [len(x), weight.num_in], [x.stride(0), 1], box, layout),
+        TensorDescriptor.from_tensor(words, [lines_of_step(weight.format, step), 32], WORD_LAYOUT),
+        TensorDescriptor.from_tensor(plane_lines, [TILE_OUTPUTS // 16, 16], PLANE_LAYOUT),
+    )
+
+
+def lines_of(weight: GroupedWeight) -> tuple[int, int]:
+    """(lines of a tile's integers, lines of a plane)."""
+    return weight.words.shape[1] // 32, weight.planes.stride(0) // 16
 
 
 @gluon.constexpr_function
@@ -185,7 +201,7 @@ def _producer(
 
 
 @gluon.constexpr_function
-def _sums_layout(tokens):
+def sums_layout(tokens):
     """Few tokens are multiplied by the instruction of one warp, which waits for no other."""
     if tokens <= 16:
         return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 8])
@@ -257,6 +273,65 @@ def _multiply(
 
 
 @gluon.jit
+def sum_products(
+    row_scales, ring, tile, begin, end, num_out,
+    FORMAT: gl.constexpr, PLANES: gl.constexpr, COLUMNS: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr,
+    STEP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums over steps [begin, end), [ROWS, TOKENS]; and those of the weight's second half, or zeros."""
+    ACC: gl.constexpr = sums_layout(TOKENS)
+    GROUPS: gl.constexpr = STEP // COLUMNS
+    NUM_PLANES: gl.constexpr = planes_of_step(PLANES, COLUMNS, STEP)
+    word_tiles, plane_tiles, x_tiles, full, free = ring
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    for iteration in range(end - begin):
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
+        acc = _multiply(
+            acc, word_tiles.index(stage * HALVES), plane_tiles, stage * HALVES * NUM_PLANES, x_tiles, stage * GROUPS,
+            FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP,
+        )  # fmt: skip
+        if HALVES == 2:
+            up = _multiply(
+                up, word_tiles.index(stage * HALVES + 1), plane_tiles, (stage * HALVES + 1) * NUM_PLANES, x_tiles,
+                stage * GROUPS, FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP,
+            )  # fmt: skip
+        gl.thread_barrier()  # all warps have read the step
+        mbarrier.arrive(free.index(stage), count=1)
+    if PLANES == "row":
+        row = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+        acc *= gl.load(row_scales + row)[:, None]
+        if HALVES == 2:
+            up *= gl.load(row_scales + num_out + row)[:, None]
+    return acc, up
+
+
+@gluon.jit
+def make_ring(
+    xs, words, planes, FORMAT: gl.constexpr, PLANES: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """A ring of STAGES steps of words, planes and tokens, with a full and a free barrier for each."""
+    LINES: gl.constexpr = lines_of_step(FORMAT, STEP)
+    NUM_PLANES: gl.constexpr = max(planes_of_step(PLANES, COLUMNS, STEP), 1)
+    word_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * HALVES, LINES, 32], words.layout)
+    plane_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * HALVES * NUM_PLANES, 8, 16], planes.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (STEP // COLUMNS), TOKENS, COLUMNS], xs.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    return word_tiles, plane_tiles, x_tiles, full, free
+
+
+# As in `skinny_hopper`: two kernels call these.
+_ = _producer.cache_key, sum_products.cache_key, make_ring.cache_key
+
+
+@gluon.jit
 def _consumer(
     row_scales, bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
     ring, tile, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
@@ -267,38 +342,17 @@ def _consumer(
 ):  # fmt: skip
     """The consumer warps, which multiply."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
-    ACC: gl.constexpr = _sums_layout(TOKENS)
     SHARE: gl.constexpr = ROWS // SPLITS
-    GROUPS: gl.constexpr = STEP // COLUMNS
-    NUM_PLANES: gl.constexpr = planes_of_step(PLANES, COLUMNS, STEP)
-    word_tiles, plane_tiles, x_tiles, full, free = ring
     wait_for_predecessor(USE_PDL)
     first_squares = load_squares(squares, 0, num_squares, TOKENS, PADDED, SCALED)
     inputs = load_epilogue_inputs(
         bias, residual, norm, tile * ROWS + split * SHARE, 0, num_tokens, num_out,
-        SHARE, TOKENS, finished_layout(ACC, ROWS, SPLITS), GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+        SHARE, TOKENS, finished_layout(sums_layout(TOKENS), ROWS, SPLITS), GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
     )  # fmt: skip
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    for iteration in range(end - begin):
-        stage = iteration % STAGES
-        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
-        acc = _multiply(
-            acc, word_tiles.index(stage * HALVES), plane_tiles, stage * HALVES * NUM_PLANES, x_tiles, stage * GROUPS,
-            FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP,
-        )  # fmt: skip
-        if GATE != "":
-            up = _multiply(
-                up, word_tiles.index(stage * HALVES + 1), plane_tiles, (stage * HALVES + 1) * NUM_PLANES, x_tiles,
-                stage * GROUPS, FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP,
-            )  # fmt: skip
-        gl.thread_barrier()  # all warps have read the step
-        mbarrier.arrive(free.index(stage), count=1)
-    if PLANES == "row":
-        row = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-        acc *= gl.load(row_scales + row)[:, None]
-        if GATE != "":
-            up *= gl.load(row_scales + num_out + row)[:, None]
+    acc, up = sum_products(
+        row_scales, ring, tile, begin, end, num_out,
+        FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP, TOKENS, STAGES, HALVES,
+    )  # fmt: skip
     finish_tile(
         acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
         tile, 0, split, num_tokens, num_out, num_in, num_squares, eps,
@@ -352,24 +406,13 @@ def _grouped_hopper(
     plane_lines  lines of 16 words of a plane, of all outputs
     """
     HALVES: gl.constexpr = 2 if GATE != "" else 1
-    GROUPS: gl.constexpr = STEP // COLUMNS
-    LINES: gl.constexpr = lines_of_step(FORMAT, STEP)
     NUM_PLANES: gl.constexpr = planes_of_step(PLANES, COLUMNS, STEP)
     tile = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     num_steps = (num_in + STEP - 1) // STEP
     begin = split * num_steps // SPLITS
     end = (split + 1) * num_steps // SPLITS
-    word_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * HALVES, LINES, 32], words.layout)
-    plane_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * HALVES * max(NUM_PLANES, 1), 8, 16], planes.layout)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, TOKENS, COLUMNS], xs.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    fence_async_shared()
-    ring = (word_tiles, plane_tiles, x_tiles, full, free)
+    ring = make_ring(xs, words, planes, FORMAT, PLANES, COLUMNS, STEP, TOKENS, STAGES, HALVES)
     gl.warp_specialize(
         [
             (

@@ -9,6 +9,8 @@ attention reads it, K and V to their slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
@@ -32,7 +35,7 @@ from octavo.kernels.triton.linear.skinny_hopper import (
     squares_layout,
     sync_programs,
 )
-from octavo.kernels.triton.linear.tuning import TILE_TOKENS, padded_tokens, qkv_tuning
+from octavo.kernels.triton.linear.tuning import TILE_TOKENS, HopperTuning, padded_tokens, qkv_tuning
 
 
 def launch(
@@ -53,93 +56,132 @@ def launch(
     Launches on a device must not overlap, nor overlap those of `skinny_hopper`: they share the barrier counters.
     """
     num_tokens, num_in = residual.x.shape
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    head_dim = kv_layer.shape[4]
     all_heads = weight.shape[0] // head_dim
-    num_heads = all_heads - 2 * num_kv_heads
-    assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == residual.x.dtype, kv_layer.stride()
-    assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
     tuning = qkv_tuning(all_heads, head_dim, num_in, num_tokens)
-    padded = padded_tokens(num_tokens)
-    tokens = min(padded, TILE_TOKENS)
-    programs = all_heads * (padded // tokens) * tuning.splits
-    num_sums = programs * head_dim * tokens if tuning.splits > 1 else 0
-    q = torch.empty(num_tokens, num_heads, head_dim, dtype=weight.dtype, device=weight.device)
+    tokens = min(padded_tokens(num_tokens), TILE_TOKENS)
     x = residual.weighted
-    xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
-    weights = TensorDescriptor(weight, list(weight.shape), [num_in, 1], [head_dim, tuning.columns], LAYOUT)
-    _qkv_hopper[(programs,)](
-        xs,
-        weights,
-        *or_placeholder(q, bias, q_norm, k_norm),
-        residual.squares,
-        cos_sin,
-        batch.positions,
-        batch.slot_mapping,
-        q,
-        kv_layer,
-        torch.empty(num_sums, dtype=torch.float32, device=q.device),
-        barrier_counters(q.device),
-        num_tokens,
-        num_in,
-        len(residual.squares),
-        eps,
-        norm_eps,
-        kv_layer.stride(0),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        TOKENS=tokens,
-        PADDED=padded,
+    q, grid, args = head_arguments(
+        residual, eps, all_heads, head_dim, bias, kv_layer, batch, cos_sin, tuning, tokens,
+        q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+    )  # fmt: skip
+    _qkv_hopper[grid](
+        TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT),
+        TensorDescriptor(weight, list(weight.shape), [num_in, 1], [head_dim, tuning.columns], LAYOUT),
         COLUMNS=tuning.columns,
-        SPLITS=tuning.splits,
-        STAGES=tuning.stages,
-        WITH_BIAS=bias is not None,
-        NORM=q_norm is not None,
         num_warps=4,
-        maxnreg=tuning.registers,
-        **pdl_options(q.device),
+        **args,
     )
     return q
 
 
+def head_arguments(
+    residual: NormedResidual,
+    eps: float,
+    all_heads: int,
+    rows: int,
+    bias: Tensor | None,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    cos_sin: Tensor,
+    tuning: HopperTuning,
+    tokens: int,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+) -> tuple[Tensor, tuple[int], dict[str, Any]]:
+    """Of a kernel that ends in `write_heads`: q, the grid, and all arguments but the weight's.
+
+    all_heads     of q, k and v
+    rows, tokens  of a tile
+    """
+    x = residual.x
+    num_tokens, num_in = x.shape
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == x.dtype, kv_layer.stride()
+    assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
+    programs = cdiv(all_heads * head_dim, rows) * cdiv(num_tokens, tokens) * tuning.splits
+    num_sums = programs * rows * tokens if tuning.splits > 1 else 0
+    q = torch.empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim, dtype=x.dtype, device=x.device)
+    present = dict(zip(("bias", "q_norm", "k_norm"), or_placeholder(q, bias, q_norm, k_norm), strict=True))
+    return (
+        q,
+        (programs,),
+        present
+        | {
+            "squares": residual.squares,
+            "cos_sin": cos_sin,
+            "positions": batch.positions,
+            "slots": batch.slot_mapping,
+            "q": q,
+            "kv": kv_layer,
+            "partial_sums": torch.empty(num_sums, dtype=torch.float32, device=q.device),
+            "barriers": barrier_counters(q.device),
+            "num_tokens": num_tokens,
+            "num_in": num_in,
+            "num_squares": len(residual.squares),
+            "eps": eps,
+            "norm_eps": norm_eps,
+            "kv_block_stride": kv_layer.stride(0),
+            "kv_value_stride": kv_layer.stride(1),
+            "kv_head_stride": kv_layer.stride(2),
+            "HEADS": q.shape[1],
+            "KV_HEADS": num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "TOKENS": tokens,
+            "PADDED": padded_tokens(num_tokens),
+            "SPLITS": tuning.splits,
+            "STAGES": tuning.stages,
+            "WITH_BIAS": bias is not None,
+            "NORM": q_norm is not None,
+            "maxnreg": tuning.registers,
+            **pdl_options(q.device),
+        },
+    )
+
+
 @gluon.constexpr_function
-def _half_layout(half):
+def half_layout(half, acc_layout):
     """Layout of [half, tokens]: a thread has adjacent rows. Of [2 * half, tokens], it has both numbers of a pair."""
-    return gl.BlockedLayout([4, 1], [half // 4, 128 // half], [1, 4], [0, 1])
+    return gl.BlockedLayout([4, 1], [half // 4, 128 // half], [1, acc_layout.warps_per_cta[0]], [0, 1])
 
 
 @gluon.jit
-def _load_inputs(
-    positions, slots, cos_sin, q_norm, k_norm, is_q, first_token, num_tokens,
-    HALF: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, NORM: gl.constexpr,
+def load_angles(
+    positions, slots, cos_sin, first_token, num_tokens,
+    HALF: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load the tensors that no kernel of a layer writes: slots, angles, and the norm's weight."""
+    """Load what no kernel of a layer writes: the slots and angles of some tokens."""
     pair = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     is_token = token < num_tokens
     position = gl.load(positions + token, mask=is_token, other=0)
     slot = gl.load(slots + token, mask=is_token, other=0)
     angles = cos_sin + position[None, :] * 2 * HALF + pair[:, None]
-    cos = gl.load(angles)
-    sin = gl.load(angles + HALF)
+    return slot, gl.load(angles), gl.load(angles + HALF)
+
+
+@gluon.jit
+def load_head_norm(q_norm, k_norm, is_q, HALF: gl.constexpr, LAYOUT: gl.constexpr, NORM: gl.constexpr):
+    """Load a head's norm, in halves."""
+    pair = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     weight = gl.zeros([HALF], q_norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
     second_weight = weight
     if NORM:
         weight = gl.where(is_q, gl.load(q_norm + pair), gl.load(k_norm + pair))
         second_weight = gl.where(is_q, gl.load(q_norm + HALF + pair), gl.load(k_norm + HALF + pair))
-    return slot, cos, sin, weight, second_weight
+    return weight, second_weight
 
 
 @gluon.jit
-def _norm_scale(
+def norm_scale(
     squares, first_token, num_squares, num_in, eps,
     TOKENS: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The scale of the norm before the projection, for some tokens."""
-    SQUARES_LAYOUT: gl.constexpr = squares_layout(TOKENS)
+    SQUARES_LAYOUT: gl.constexpr = squares_layout(TOKENS, gl.num_warps())
     SQUARES_PER_LOAD: gl.constexpr = 4096 // TOKENS if TOKENS >= 16 else 256
     part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, SQUARES_LAYOUT))
     column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES_LAYOUT))
@@ -151,18 +193,49 @@ def _norm_scale(
 
 
 @gluon.jit
-def _project(acc, scale, bias, first_row, WITH_BIAS: gl.constexpr, DTYPE: gl.constexpr):
-    """Scale a head's sums, add the bias, and round."""
+def _project(acc, scale, bias, first_row, num_rows, WITH_BIAS: gl.constexpr, DTYPE: gl.constexpr):
+    """Scale a tile's sums, add the bias, and round."""
     acc *= scale[None, :]
     if WITH_BIAS:
         row = first_row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        acc += gl.load(bias + row).to(gl.float32)[:, None]
+        acc += gl.load(bias + row, mask=row < num_rows, other=0.0).to(gl.float32)[:, None]
     return acc.to(DTYPE)
 
 
 @gluon.jit
-def _write_heads(
-    heads, inputs, q_norm, q, kv, head, first_token, num_tokens, norm_eps,
+def project_share(
+    acc, scale, bias, partial_sums, barriers, first_row, num_rows, split,
+    SPLITS: gl.constexpr, WITH_BIAS: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Exchange the sums [rows, tokens] of programs that share a tile -> this program's tokens, finished.
+
+    scale  of these tokens: in the layout of acc if there is one program, else in LAYOUT
+    """
+    ACC: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    if SPLITS == 1:
+        return gl.convert_layout(_project(acc, scale, bias, first_row, num_rows, WITH_BIAS, DTYPE), LAYOUT)
+    else:
+        SHARE: gl.constexpr = TOKENS // SPLITS
+        SIZE: gl.constexpr = ROWS * TOKENS  # a token's rows are adjacent
+        tile_index = gl.program_id(0) // SPLITS
+        tile_sums = partial_sums + tile_index * SPLITS * SIZE
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))[None, :]
+        gl.store(tile_sums + split * SIZE + token * ROWS + row, acc)
+        sync_programs(barriers + tile_index, split == 0, SPLITS)
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+        token = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, LAYOUT))[None, :]
+        share = gl.zeros([ROWS, SHARE], gl.float32, LAYOUT)
+        for i in gl.static_range(SPLITS):
+            share += gl.load(tile_sums + i * SIZE + token * ROWS + row, cache_modifier=".cg")
+        return _project(share, scale, bias, first_row, num_rows, WITH_BIAS, DTYPE)
+
+
+@gluon.jit
+def write_heads(
+    heads, angles, head_norm, q_norm, q, kv, head, first_token, num_tokens, norm_eps,
     kv_block_stride, kv_value_stride, kv_head_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, NORM: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -170,7 +243,8 @@ def _write_heads(
     DTYPE: gl.constexpr = heads.dtype
     HALF: gl.constexpr = heads.shape[0] // 2
     TOKENS: gl.constexpr = heads.shape[1]
-    slot, cos, sin, weight, second_weight = inputs
+    slot, cos, sin = angles
+    weight, second_weight = head_norm
     first, second = heads.reshape([2, HALF, TOKENS]).permute((1, 2, 0)).split()
     first = gl.convert_layout(first, LAYOUT)
     second = gl.convert_layout(second, LAYOUT)
@@ -218,16 +292,15 @@ def _consumer(
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
     DTYPE: gl.constexpr = q.dtype.element_ty
     SHARE: gl.constexpr = TOKENS // SPLITS
-    SHARE_LAYOUT: gl.constexpr = _half_layout(HEAD_DIM // 2)
+    HALF: gl.constexpr = HEAD_DIM // 2
+    SHARE_LAYOUT: gl.constexpr = half_layout(HALF, ACC)
+    SCALE_LAYOUT: gl.constexpr = ACC if SPLITS == 1 else SHARE_LAYOUT
     tiles, x_tiles, full, free = ring
     share_token = first_token + split * SHARE
-    inputs = _load_inputs(
-        positions, slots, cos_sin, q_norm, k_norm, head < HEADS, share_token, num_tokens,
-        HEAD_DIM // 2, SHARE, SHARE_LAYOUT, NORM,
-    )  # fmt: skip
+    angles = load_angles(positions, slots, cos_sin, share_token, num_tokens, HALF, SHARE, SHARE_LAYOUT)
+    head_norm = load_head_norm(q_norm, k_norm, head < HEADS, HALF, SHARE_LAYOUT, NORM)
     wait_for_predecessor(USE_PDL)
-    SCALE_LAYOUT: gl.constexpr = ACC if SPLITS == 1 else SHARE_LAYOUT
-    scale = _norm_scale(squares, share_token, num_squares, num_in, eps, SHARE, PADDED, SCALE_LAYOUT)
+    scale = norm_scale(squares, share_token, num_squares, num_in, eps, SHARE, PADDED, SCALE_LAYOUT)
     acc = gl.zeros([HEAD_DIM, TOKENS], gl.float32, ACC)
     for iteration in range(end - begin):
         stage = iteration % STAGES
@@ -235,25 +308,12 @@ def _consumer(
         pending = warpgroup_mma(tiles.index(stage), x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(free.index(stage), count=1)
-
-    if SPLITS == 1:
-        heads = gl.convert_layout(_project(acc, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE), SHARE_LAYOUT)
-    else:
-        SIZE: gl.constexpr = HEAD_DIM * TOKENS  # a token's rows are adjacent
-        tile_index = gl.program_id(0) // SPLITS
-        tile_sums = partial_sums + tile_index * SPLITS * SIZE
-        row = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, ACC))[:, None]
-        token = gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))[None, :]
-        gl.store(tile_sums + split * SIZE + token * HEAD_DIM + row, acc)
-        sync_programs(barriers + tile_index, split == 0, SPLITS)
-        row = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
-        token = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, SHARE_LAYOUT))[None, :]
-        share = gl.zeros([HEAD_DIM, SHARE], gl.float32, SHARE_LAYOUT)
-        for i in gl.static_range(SPLITS):
-            share += gl.load(tile_sums + i * SIZE + token * HEAD_DIM + row, cache_modifier=".cg")
-        heads = _project(share, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE)
-    _write_heads(
-        heads, inputs, q_norm, q, kv, head, share_token, num_tokens, norm_eps,
+    heads = project_share(
+        acc, scale, bias, partial_sums, barriers, head * HEAD_DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM, split,
+        SPLITS, WITH_BIAS, DTYPE, SHARE_LAYOUT,
+    )  # fmt: skip
+    write_heads(
+        heads, angles, head_norm, q_norm, q, kv, head, share_token, num_tokens, norm_eps,
         kv_block_stride, kv_value_stride, kv_head_stride, HEADS, KV_HEADS, BLOCK_SIZE, NORM, SHARE_LAYOUT,
     )  # fmt: skip
 

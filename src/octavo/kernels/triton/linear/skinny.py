@@ -36,9 +36,9 @@ from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.tuning import (
     MAX_TOKENS,
-    QKV_HEAD_DIMS,
     HopperTuning,
     Tuning,
+    fuses_qkv,
     linear_tuning,
     padded_tokens,
     supports_hopper,
@@ -111,7 +111,7 @@ def project_qkv(
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """`reference.project_qkv` for at most `max_small_batch_tokens`."""
-    if kv_scales is None and supports_hopper(weight) and kv_layer.shape[4] in QKV_HEAD_DIMS:
+    if fuses_qkv(kv_layer, kv_scales) and supports_hopper(weight):
         from octavo.kernels.triton.linear import qkv_hopper  # only where the GPU has its instructions
 
         return qkv_hopper.launch(

@@ -25,7 +25,7 @@ TILE_TOKENS = 64
 NUM_MULTIPROCESSORS = 132
 """Of the GPU that Hopper's tunings are chosen for; results are correct on any."""
 QKV_HEAD_DIMS = (64, 128)
-"""Head sizes that `qkv_hopper` supports: the rows of a tile."""
+"""Head sizes of Hopper's fused QKV projections: a tile's rows are whole heads."""
 
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
@@ -95,6 +95,11 @@ class GroupedTuning:
 def supports_hopper(weight: Tensor) -> bool:
     """True if Hopper's kernels run the weight: their GPU, bfloat16, and rows of multiples of 16 bytes."""
     return kernels_for(weight.device).hopper and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
+
+
+def fuses_qkv(kv_layer: Tensor, kv_scales: Tensor | None) -> bool:
+    """True if a QKV projection on Hopper writes such K and V itself."""
+    return kv_scales is None and kv_layer.shape[4] in QKV_HEAD_DIMS
 
 
 def max_small_batch_tokens(weight: Tensor) -> int:
