@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,10 @@ def test_weight_bytes_follow_the_method(directories: dict[str, Path]) -> None:
     parts = sum(shape.num_out * shape.in_size for shape in matrices), spec.vocab_size * spec.hidden_size
     assert spec.weight_bytes(2) - spec.weight_bytes(2, "int8") == sum(part - 2 * (part // 32) for part in parts)
     assert spec.weight_bytes(4) == 2 * spec.weight_bytes(2) == 4 * spec.num_params
+
+
+def test_a_packed_weight_with_fused_products_projects_q_k_and_v_itself() -> None:
+    method: Any = PackedMethod(8, 8, ops=cpu, dtype=torch.bfloat16, device="cpu")
+    method.packed = method.fused = SimpleNamespace(project_qkv=lambda *args, **options: (args, options))
+    inputs, norms = tuple(range(6)), {"norm_eps": 1e-6, "q_norm": 7, "k_norm": 8, "kv_scales": None}
+    assert method.project_qkv(*inputs, **norms) == (inputs, norms)

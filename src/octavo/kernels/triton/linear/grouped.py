@@ -297,12 +297,11 @@ class GroupedWeight:
         if fuses_qkv(kv_layer, kv_scales) and self._streams(residual.weighted, None):
             from octavo.kernels.triton.linear import grouped_qkv_hopper  # only where the GPU has its instructions
 
+            norms |= {"norm_eps": norm_eps}
             tuning = tuning or self._hopper_tuning(self.num_out, len(residual.x), False)
-            return grouped_qkv_hopper.launch(
-                residual, eps, self, bias, kv_layer, batch, cos_sin, tuning, norm_eps=norm_eps, **norms
-            )
-        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
+            return grouped_qkv_hopper.launch(residual, eps, self, bias, kv_layer, batch, cos_sin, tuning, **norms)
         norms |= {"eps": norm_eps, "kv_scales": kv_scales}
+        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
         return rope_kv_write(q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, **norms)
 
     def _hopper_tuning(self, num_out: int, num_tokens: int, gated: bool) -> HopperTuning:

@@ -6,7 +6,7 @@ A tile of the weight is one head of 128, or two of 64; of an odd number of these
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -53,17 +53,14 @@ def launch(
     batch: RaggedBatch,
     cos_sin: Tensor,
     tuning: HopperTuning,
-    *,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
+    **norms: Any,
 ) -> Tensor:
-    """As `qkv_hopper.launch`; tuning: its rows are 128, and no program has less than a token."""
+    """As `qkv_hopper.launch`, with its norms. tuning: its rows are 128; no program has less than a token."""
     tokens = tile_tokens(len(residual.x))
     tuning = replace(tuning, splits=min(tuning.splits, tokens))
     q, grid, args = head_arguments(
         residual, eps, weight.num_out // kv_layer.shape[4], TILE_OUTPUTS, bias, kv_layer, batch, cos_sin, tuning,
-        tokens, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+        tokens, **norms,
     )  # fmt: skip
     _grouped_qkv_hopper[grid](
         *describe(weight, residual.weighted, tuning.columns),

@@ -104,42 +104,39 @@ def head_arguments(
     programs = cdiv(all_heads * head_dim, rows) * cdiv(num_tokens, tokens) * tuning.splits
     num_sums = programs * rows * tokens if tuning.splits > 1 else 0
     q = torch.empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim, dtype=x.dtype, device=x.device)
-    present = dict(zip(("bias", "q_norm", "k_norm"), or_placeholder(q, bias, q_norm, k_norm), strict=True))
-    return (
-        q,
-        (programs,),
-        present
-        | {
-            "squares": residual.squares,
-            "cos_sin": cos_sin,
-            "positions": batch.positions,
-            "slots": batch.slot_mapping,
-            "q": q,
-            "kv": kv_layer,
-            "partial_sums": torch.empty(num_sums, dtype=torch.float32, device=q.device),
-            "barriers": barrier_counters(q.device),
-            "num_tokens": num_tokens,
-            "num_in": num_in,
-            "num_squares": len(residual.squares),
-            "eps": eps,
-            "norm_eps": norm_eps,
-            "kv_block_stride": kv_layer.stride(0),
-            "kv_value_stride": kv_layer.stride(1),
-            "kv_head_stride": kv_layer.stride(2),
-            "HEADS": q.shape[1],
-            "KV_HEADS": num_kv_heads,
-            "BLOCK_SIZE": block_size,
-            "HEAD_DIM": head_dim,
-            "TOKENS": tokens,
-            "PADDED": padded_tokens(num_tokens),
-            "SPLITS": tuning.splits,
-            "STAGES": tuning.stages,
-            "WITH_BIAS": bias is not None,
-            "NORM": q_norm is not None,
-            "maxnreg": tuning.registers,
-            **pdl_options(q.device),
-        },
-    )
+    present = zip(("bias", "q_norm", "k_norm"), or_placeholder(q, bias, q_norm, k_norm), strict=True)
+    args = {
+        **dict(present),
+        "squares": residual.squares,
+        "cos_sin": cos_sin,
+        "positions": batch.positions,
+        "slots": batch.slot_mapping,
+        "q": q,
+        "kv": kv_layer,
+        "partial_sums": torch.empty(num_sums, dtype=torch.float32, device=q.device),
+        "barriers": barrier_counters(q.device),
+        "num_tokens": num_tokens,
+        "num_in": num_in,
+        "num_squares": len(residual.squares),
+        "eps": eps,
+        "norm_eps": norm_eps,
+        "kv_block_stride": kv_layer.stride(0),
+        "kv_value_stride": kv_layer.stride(1),
+        "kv_head_stride": kv_layer.stride(2),
+        "HEADS": q.shape[1],
+        "KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "TOKENS": tokens,
+        "PADDED": padded_tokens(num_tokens),
+        "SPLITS": tuning.splits,
+        "STAGES": tuning.stages,
+        "WITH_BIAS": bias is not None,
+        "NORM": q_norm is not None,
+        "maxnreg": tuning.registers,
+        **pdl_options(q.device),
+    }
+    return q, (programs,), args
 
 
 @gluon.constexpr_function
