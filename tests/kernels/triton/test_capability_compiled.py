@@ -22,7 +22,7 @@ from tests.kernels.triton.compiled import fake_gpu, list_launches, register_usag
 KERNELS = Path(octavo.__file__).parent / "kernels" / "triton"
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 GROUPED_HOPPER = {"_grouped_hopper", "_grouped_qkv_hopper"}
-HOPPER = {"_hopper_prefill", "_skinny_hopper", "_qkv_hopper"} | GROUPED_HOPPER
+HOPPER = {"_hopper_prefill", "_skinny_hopper", "_qkv_hopper", "_grouped_tiles"} | GROUPED_HOPPER
 
 
 def sm(capability: Any) -> str | None:
@@ -152,6 +152,7 @@ STACK = {
     "_hopper_prefill": 64,
     "_skinny_hopper": 48,
     "_grouped_hopper": 144,  # gates of 64 tokens; of up to 16, none
+    "_grouped_tiles": 8,  # groups of 32
     "_prefill": 64,
     "_apply_filters": 24,
     "grouped_product": 128,

@@ -82,10 +82,18 @@ def test_scales_of_other_dtypes(scales: torch.dtype) -> None:
     check(make_groups(INT4, 129, 384, scales), 2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 130])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 130, *([] if INTERPRETED else [65, 128, 200, 256, 300, 1100])])
 @pytest.mark.parametrize("form", [INT4, GroupForm(8, 128, zero=128)], ids=str)
 def test_products_of_any_number_of_rows(form: GroupForm, num_rows: int) -> None:
     check(make_groups(form, 136, 512), num_rows)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="another kernel on a GPU: Hopper's")
+@pytest.mark.parametrize("num_rows", [65, 300])
+@pytest.mark.parametrize(("form", "num_out", "num_in"), [(f, 8 * n, k) for f, n, k in FORMS if not f.is_float], ids=str)
+def test_products_of_many_rows(form: GroupForm, num_out: int, num_in: int, num_rows: int) -> None:
+    for scales in (torch.float16, torch.bfloat16):
+        check(make_groups(form, num_out, num_in, scales), num_rows)
 
 
 @pytest.mark.parametrize("size", [128, 384])

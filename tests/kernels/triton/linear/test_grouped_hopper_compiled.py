@@ -79,7 +79,7 @@ def test_all_programs_of_a_product_are_resident() -> None:
     """Programs that share a tile wait for each other."""
     for num_out in range(128, 40_000, 128):
         for num_in in (512, 4096, 14336):
-            for bits, scaled, num_tokens in ((4, 256, 1), (4, 32, 16), (8, 128, 32), (8, 256, 64)):
+            for bits, scaled, num_tokens in ((4, 256, 1), (8, 64, 1), (4, 32, 16), (8, 128, 32), (8, 256, 64)):
                 chosen = tuning.grouped_hopper_tuning(num_out, num_in, bits, scaled, num_tokens, False)
                 stage = 16 * chosen.columns * bits + tuning.padded_tokens(num_tokens) * chosen.columns * 2
                 stage += 512 * chosen.columns // scaled

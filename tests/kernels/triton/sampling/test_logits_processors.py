@@ -21,6 +21,21 @@ from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE
 
 
+def test_one_row_may_be_part_of_a_wider_tensor() -> None:
+    """Ranks gather logits with padding, and torch calls one row without it contiguous."""
+    state, processors = RowState.empty(1, 1, DEVICE), LogitsProcessorState.empty(1, 50, torch.zeros(2, 8).int())
+    on_device = LogitsProcessorState(
+        **{f.name: getattr(processors, f.name).clone().to(DEVICE) for f in fields(LogitsProcessorState)}
+    )
+    on_device.enabled[0] = LOGIT_BIAS
+    on_device.bias_ids[0].fill_(-1)
+    on_device.bias_ids[0, 0], on_device.bias_values[0, 0] = 7, 1.5
+    logits = torch.zeros(1, 64, device=DEVICE)[:, :50].contiguous()
+    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    cuda.apply_row_logits_processors(logits, zero, zero, state, on_device)
+    assert logits.stride(0) == 64 and logits[0].nonzero().tolist() == [[7]] and float(logits[0, 7]) == 1.5
+
+
 @pytest.mark.parametrize("vocab", [50, 3003])
 def test_row_logits_processors_match_the_reference(vocab: int) -> None:
     """Tokens from the host and sampled ones in turns, some of them twice; one sample is padding, one row has no

@@ -1,7 +1,8 @@
 """Products with quantised weights: few numbers are read, and turned into the model's dtype in registers.
 
     form                           up to a limit of rows     more rows
-    all, on Hopper                 `grouped_hopper`          as below
+    integers, on Hopper            `grouped_hopper`          `grouped_tiles_hopper`
+    float8_e4m3fn, on Hopper       `grouped_hopper`          as below
     4 bits, 8 bits                 `grouped_product`         `dequantise` a part of the weight, cuBLAS
     float8_e4m3fn, on Hopper, Ada  `grouped_product`,        x in float8: `quantise`, cuBLAS; without it,
                                    x in 2 parts              `grouped_product`
@@ -62,6 +63,7 @@ from octavo.kernels.triton.linear.tuning import (
     HopperTuning,
     fuses_qkv,
     grouped_hopper_tuning,
+    grouped_tiles_tuning,
     grouped_tuning,
 )
 
@@ -159,6 +161,12 @@ def float8_product(
     return F.scaled_mm(x, weight.T, x_scales.T, recipe, scales if by_row else scales.T, recipe, output_dtype=dtype)
 
 
+def _fits_hopper(x: Tensor) -> bool:
+    """True for a matrix in bfloat16 on Hopper that TMA copies."""
+    copies = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return kernels_for(x.device).hopper and x.dtype == torch.bfloat16 and copies
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A quantised weight [num_out, num_in] on a GPU, and its products.
@@ -208,6 +216,14 @@ class GroupedWeight:
         parts = (2 if num_rows <= MAX_ROWS_TWO_PARTS else 1) if has_parts else 0
         streams = tuning is None and self._streams(x, out)
         if not float32_out and tuning is None and not streams:
+            if parts == 0 and self.num_out % 8 == 0 and _fits_hopper(x) and (out is None or _fits_hopper(out)):
+                from octavo.kernels.triton.linear import grouped_tiles_hopper
+
+                out = x.new_empty(num_rows, self.num_out) if out is None else out
+                scaled_inputs = self.columns * (2 if self.kind == "pair" else 1)
+                chosen = grouped_tiles_tuning(self.form.bits, scaled_inputs, num_rows)
+                grouped_tiles_hopper.launch(self, x, bias, chosen, out=out)
+                return out
             if parts == 1 and multiplies_float8(x.device, self.kind == "row"):
                 return self._by_float8(x, bias, out)
             if parts == 0 and num_rows >= MIN_ROWS_CUBLAS:
@@ -309,10 +325,9 @@ class GroupedWeight:
         return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, step_inputs, num_tokens, gated)
 
     def _streams(self, x: Tensor, out: Tensor | None) -> bool:
-        """True if Hopper's kernel computes the product: few rows in bfloat16 that TMA copies, into a whole tensor."""
-        has_kernel = kernels_for(x.device).hopper and x.dtype == torch.bfloat16
-        fits = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and (out is None or out.is_contiguous())
-        return has_kernel and len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format] and fits
+        """True if Hopper's kernel for few rows computes the product, into a whole tensor."""
+        few = len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
+        return few and (out is None or out.is_contiguous()) and _fits_hopper(x)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,9 @@ MAX_HOPPER_TOKENS_GROUPED = {"int4": 64, "int8": 64, "float8": 32}
 MAX_ROWS_TWO_PARTS = 16
 """Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
 MIN_ROWS_CUBLAS = 1024
-"""From so many rows on, an integer weight is dequantised for the library's product."""
+"""From so many rows on, an integer weight is dequantised for the library's product; on Hopper, it is not."""
+TILE_INPUTS = 128
+"""Inputs of a step of `grouped_tiles_hopper`."""
 CUBLAS_WEIGHT_BYTES = 64 << 20
 """Of a dequantised part of a weight, which stays in the GPU's cache until its product."""
 
@@ -90,6 +92,20 @@ class GroupedTuning:
     stages: int
     num_warps: int = 4
     chunk: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TilesTuning:
+    """Launch parameters of Hopper's product of a quantised weight with many rows.
+
+    rows    outputs of a group of warps, of two: 64 or 128
+    tokens  of a tile
+    stages  steps in shared memory
+    """
+
+    rows: int
+    tokens: int
+    stages: int
 
 
 def supports_hopper(weight: Tensor) -> bool:
@@ -234,9 +250,17 @@ def grouped_hopper_tuning(
     splits = max(1, min(NUM_MULTIPROCESSORS // tiles, steps // 2, 16))
     splits = 1 << (splits.bit_length() - 1)
     registers, kib = 104 if num_tokens <= 16 else 168, 200 if gated else 110
-    if num_tokens <= 16 and 4 * splits * tiles <= 3 * NUM_MULTIPROCESSORS and steps >= 4 * splits:
+    if num_tokens <= 16 and 4 * splits * tiles <= 3 * NUM_MULTIPROCESSORS and steps >= 4 * splits and splits <= 8:
         splits, registers, kib = 2 * splits, 80, 74  # two programs fit into a multiprocessor
     words, planes = 16 * columns * bits, 512 * (columns // scaled_inputs)
     stage_bytes = (words + planes) * (2 if gated else 1) + padded_tokens(num_tokens) * columns * 2
     stages = max(2, min(kib * 1024 // stage_bytes, cdiv(steps, splits)))
     return HopperTuning(128, columns, splits, stages, registers)
+
+
+def grouped_tiles_tuning(bits: int, scaled_inputs: int, num_tokens: int) -> TilesTuning:
+    """As many stages as fit; for an integer weight, see `grouped_hopper_tuning`."""
+    rows, tokens = (64, 128) if num_tokens <= 128 else (128, 128)
+    words, planes, xs = 2 * rows * TILE_INPUTS * bits // 8, 8 * rows * cdiv(TILE_INPUTS, scaled_inputs), 256 * tokens
+    room = (224 << 10) - 4 * rows * tokens  # the sums, in bfloat16
+    return TilesTuning(rows, tokens, room // (words + planes + xs))

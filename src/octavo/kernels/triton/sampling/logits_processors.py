@@ -74,7 +74,7 @@ def apply_row_logits_processors(
 ) -> None:
     """`reference.apply_row_logits_processors`; logits are contiguous."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and logits.stride(0) == vocab_size, logits.stride()
+    assert logits.is_contiguous(), logits.stride()
     if not num_rows:
         return
     _apply_sparse[(num_rows,)](

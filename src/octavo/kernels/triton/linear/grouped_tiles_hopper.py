@@ -1,0 +1,524 @@
+"""Products of integer weights for many tokens on Hopper, in Gluon: the words become an operand in registers.
+
+The kernel is persistent, as that of prefill attention: a producer warp copies words and tokens by TMA, some steps
+ahead, and two groups of four warps multiply. Each group has its own outputs, and unpacks the next inputs' words while
+the tensor cores multiply the last. A weight is multiplied by its scale before it is an operand, so it is the number in
+bfloat16 that `GroupedWeight.dequantised` has, and all inputs have one sum.
+
+Programs take whole tiles in rounds. The tiles of the last, partial round are cut into as many ranges of steps as there
+are programs (stream-K, arXiv 2301.03598). The program that has a tile's first step adds the sums of the others, in
+order. It computes its part last and they compute theirs first, so it seldom waits:
+
+    steps      tile 6  | 0 1 2 3 4 5 | 0 1 2 3 4 5 |  tile 7
+    program        0   | 0 0 0 1 1 1   2 2 2 3 3 3 |              4 programs, 8 tiles of 6 steps: 4 in a first round
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from octavo.integers import cdiv
+from octavo.kernels.triton.capability import num_multiprocessors
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.linear.grouped_hopper import WORD_LAYOUT, lines_of_step
+from octavo.kernels.triton.linear.grouped_kernels import (
+    join_int4,
+    join_int8,
+    order_words,
+    read_half,
+    unpack,
+)
+from octavo.kernels.triton.linear.tuning import TILE_INPUTS, TilesTuning
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.linear.grouped import GroupedWeight
+
+PLANE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+REGISTERS = gl.constexpr([232, 40])
+"""Of a thread of the second group of consumer warps, and of the producer warp."""
+MIN_STEPS = gl.constexpr(4)
+"""Of a program in the last round. Adding another program's sums takes as long as two steps or more."""
+
+# A word, its zero or zeros, a scale -> the values of the word, less their zero, times their scale.
+SCALE_INT4 = gl.constexpr("""{
+.reg .b32 a, s, t, u, p, q, z;
+mov.b32 a, 0x3F803F80;
+or.b32 z, $9, 0xC300C300;
+lop3.b32 p, $8, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 4;
+lop3.b32 q, s, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 8;
+lop3.b32 t, s, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 12;
+lop3.b32 u, s, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 p, p, a, z;
+fma.rn.bf16x2 q, q, a, z;
+fma.rn.bf16x2 t, t, a, z;
+fma.rn.bf16x2 u, u, a, z;
+mul.rn.bf16x2 p, p, $10;
+mul.rn.bf16x2 q, q, $10;
+mul.rn.bf16x2 t, t, $10;
+mul.rn.bf16x2 u, u, $10;
+mov.b32 {$0, $4}, p;
+mov.b32 {$1, $5}, q;
+mov.b32 {$2, $6}, t;
+mov.b32 {$3, $7}, u;
+}""")
+"""As `UNPACK_INT4`; the scale twice, in bfloat16."""
+
+
+@gluon.constexpr_function
+def _widened(name, source):
+    """Multiply the pair in `source` in float32, and round it."""
+    return f"""shl.b32 s, {source}, 16;
+mov.b32 x, s;
+and.b32 s, {source}, 0xFFFF0000;
+mov.b32 y, s;
+mul.rn.f32 x, x, $10;
+mul.rn.f32 y, y, $10;
+cvt.rn.bf16x2.f32 {name}, y, x;
+"""
+
+
+_UNPACKED, _RESULTS = SCALE_INT4.value.split("mul.rn.bf16x2 p", 1)[0], SCALE_INT4.value.split("$10;\n")[-1]
+SCALE_INT4_WIDE = gl.constexpr(
+    _UNPACKED.replace(".reg .b32", ".reg .f32 x, y;\n.reg .b32") + "".join(_widened(n, n) for n in "pqtu") + _RESULTS
+)
+"""The scale in float32."""
+SCALE_INT8 = gl.constexpr("""{
+.reg .b32 t, p;
+.reg .f32 z, a, b, c, d;
+or.b32 t, $5, 0xCB000000;
+mov.b32 z, t;
+prmt.b32 t, $4, 0x4B000000, 0x7440;
+mov.b32 a, t;
+prmt.b32 t, $4, 0x4B000000, 0x7441;
+mov.b32 b, t;
+prmt.b32 t, $4, 0x4B000000, 0x7442;
+mov.b32 c, t;
+prmt.b32 t, $4, 0x4B000000, 0x7443;
+mov.b32 d, t;
+add.rn.f32 a, a, z;
+add.rn.f32 b, b, z;
+add.rn.f32 c, c, z;
+add.rn.f32 d, d, z;
+mul.rn.f32 a, a, $6;
+mul.rn.f32 b, b, $6;
+mul.rn.f32 c, c, $6;
+mul.rn.f32 d, d, $6;
+cvt.rn.bf16x2.f32 p, c, a;
+mov.b32 {$0, $2}, p;
+cvt.rn.bf16x2.f32 p, d, b;
+mov.b32 {$1, $3}, p;
+}""")
+"""As `UNPACK_INT8`; the scale in float32."""
+
+
+@functools.cache
+def _flags(device: torch.device) -> Tensor:
+    """One for each group of consumer warps: its sums are stored, and not yet read."""
+    return torch.zeros(2 * num_multiprocessors(device), dtype=torch.int32, device=device)
+
+
+def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesTuning, *, out: Tensor) -> None:
+    """Writes out = x @ weight.T + bias. Strides of x and out are multiples of 16 bytes, for TMA.
+
+    Launches on a device must not overlap: they share flags.
+    """
+    num_tokens, rows = len(x), 2 * tuning.rows
+    token_tiles, num_steps = cdiv(num_tokens, tuning.tokens), cdiv(weight.num_in, TILE_INPUTS)
+    num_tiles = cdiv(weight.num_out, rows) * token_tiles
+    programs = min(num_multiprocessors(x.device), max(num_tiles, num_tiles * num_steps // MIN_STEPS.value))
+    chunk = min(weight.columns, 64)
+    x_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * chunk, element_bitwidth=16, rank=2)
+    y_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    scaled_inputs = weight.columns * (2 if weight.kind == "pair" else 1)
+    num_planes = 0 if weight.kind == "row" else cdiv(TILE_INPUTS, scaled_inputs)
+    _grouped_tiles[(programs,)](
+        TensorDescriptor(x, [num_tokens, weight.num_in], [x.stride(0), 1], [tuning.tokens, chunk], x_layout),
+        TensorDescriptor.from_tensor(
+            weight.words.view(torch.int32).view(-1, 32), [lines_of_step(weight.format, TILE_INPUTS), 32], WORD_LAYOUT
+        ),
+        TensorDescriptor.from_tensor(
+            weight.planes.view(torch.int32).view(-1, 16), [tuning.rows // 16, 16], PLANE_LAYOUT
+        ),
+        TensorDescriptor(out, [num_tokens, weight.num_out], [out.stride(0), 1], [tuning.tokens, tuning.rows], y_layout),
+        weight.planes,
+        *or_placeholder(out, bias),
+        torch.empty(programs * rows * tuning.tokens, dtype=torch.float32, device=x.device),
+        _flags(x.device),
+        num_tiles,
+        token_tiles,
+        num_steps,
+        weight.num_out,
+        weight.words.shape[1] // 32,
+        weight.planes.stride(0) // 16,
+        **weight.constants(),
+        STEP=TILE_INPUTS,
+        CHUNK=chunk,
+        NUM_PLANES=num_planes,
+        ROWS=tuning.rows,
+        TOKENS=tuning.tokens,
+        STAGES=tuning.stages,
+        WITH_BIAS=bias is not None,
+        num_warps=4,
+        **pdl_options(x.device),
+    )
+
+
+# -- work partition ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _boundary(program, num_steps, last_steps, num_parts):
+    """First step of a program in the last round. No part of a tile has few steps."""
+    step = gl.minimum(program, num_parts) * last_steps // num_parts
+    within = step % num_steps
+    after = gl.where(num_steps - within < MIN_STEPS // 2, step + num_steps - within, step)
+    return gl.where(within < MIN_STEPS // 2, step - within, after)
+
+
+@gluon.jit
+def _share(num_tiles, num_steps):
+    """(whole rounds, steps of the last round, programs with a part of it, this one's first step and end)."""
+    num_programs = gl.num_programs(0)
+    rounds = num_tiles // num_programs
+    last_tiles = num_tiles - rounds * num_programs
+    last_steps = last_tiles * num_steps
+    num_parts = gl.maximum(gl.minimum(num_programs, gl.maximum(last_tiles, last_steps // MIN_STEPS)), 1)
+    begin = _boundary(gl.program_id(0), num_steps, last_steps, num_parts)
+    return rounds, last_steps, num_parts, begin, _boundary(gl.program_id(0) + 1, num_steps, last_steps, num_parts)
+
+
+@gluon.jit
+def _num_items(rounds, begin, end, num_steps):
+    """Number of a program's items, each a range of steps of a tile."""
+    return rounds + gl.where(begin < end, (end - 1) // num_steps - begin // num_steps + 1, 0)
+
+
+@gluon.jit
+def _load_item(item, rounds, begin, end, num_steps):
+    """(tile, first step, end) of an item."""
+    first_tile = begin // num_steps
+    last = item - rounds + first_tile  # tile of the last round
+    tile = gl.where(item < rounds, item * gl.num_programs(0) + gl.program_id(0), rounds * gl.num_programs(0) + last)
+    first = gl.where((item == rounds), begin - first_tile * num_steps, 0)
+    stop = gl.where(item < rounds, num_steps, gl.minimum(end - last * num_steps, num_steps))
+    return tile, first, stop
+
+
+# -- producer ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _produce(
+    xs, words, planes, ring, num_tiles, token_tiles, num_steps, tile_lines, plane_lines,
+    FORMAT: gl.constexpr, PLANES: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr,
+    NUM_PLANES: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """The producer warp, which issues TMA copies."""
+    LINES: gl.constexpr = lines_of_step(FORMAT, STEP)
+    WORD_TILES: gl.constexpr = ROWS // 64
+    PLANE_STEPS: gl.constexpr = max(COLUMNS * (2 if PLANES == "pair" else 1) // STEP, 1)
+    NUM_BYTES: gl.constexpr = (WORD_TILES * LINES * 32 + 2 * NUM_PLANES * ROWS) * 4 + TOKENS * STEP * 2
+    word_tiles, plane_tiles, x_tiles, full, free = ring
+    wait_for_predecessor(USE_PDL)
+    rounds, _, _, begin, end = _share(num_tiles, num_steps)
+    iteration = 0
+    for item in range(_num_items(rounds, begin, end, num_steps)):
+        tile, first, stop = _load_item(item, rounds, begin, end, num_steps)
+        out_tile = tile // token_tiles
+        first_token = tile % token_tiles * TOKENS
+        for step in range(first, stop):
+            stage = iteration % STAGES
+            mbarrier.wait(free.index(stage), iteration // STAGES % 2 ^ 1)
+            mbarrier.expect(full.index(stage), NUM_BYTES)
+            for i in gl.static_range(WORD_TILES):
+                place = [(out_tile * WORD_TILES + i) * tile_lines + step * LINES, 0]
+                target = word_tiles.index(stage * WORD_TILES + i)
+                tma.async_copy_global_to_shared(words, place, full.index(stage), target)
+            for i in gl.static_range(2 * NUM_PLANES):
+                plane = step // PLANE_STEPS * NUM_PLANES + i // 2
+                place = [plane * plane_lines + (2 * out_tile + i % 2) * (ROWS // 16), 0]
+                target = plane_tiles.index(stage * 2 * NUM_PLANES + i)
+                tma.async_copy_global_to_shared(planes, place, full.index(stage), target)
+            for i in gl.static_range(STEP // CHUNK):
+                place = [first_token, step * STEP + i * CHUNK]
+                target = x_tiles.index(stage * (STEP // CHUNK) + i)
+                tma.async_copy_global_to_shared(xs, place, full.index(stage), target)
+            iteration += 1
+
+
+# -- consumers --------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _words_layout(format, lines):
+    """Of lines of 32 words of a tile: a thread of four warps has those of its operand."""
+    first, rep = (16, [0, 2]) if format == "int4" else (32, [16, 0])
+    own = [[0, 1], rep] if format == "int4" else [[0, 1], [0, 2], rep]
+    while first < lines:
+        own.append([first, 0])
+        first *= 2
+    return gl.DistributedLinearLayout(own, [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [lines, 32])
+
+
+@gluon.constexpr_function
+def _plane_layout(rows):
+    """Of a plane [rows / 16, 16]: as a vector, a thread has the rows of its sums."""
+    own = [[0, 8]] if rows == 64 else [[0, 8], [4, 0]]
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout(own, lanes, [[1, 0], [2, 0]], [], [rows // 16, 16])
+
+
+@gluon.jit
+def _scaled(words, plane, half, FORMAT: gl.constexpr, PLANES: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr):
+    """Words [rows, words], a word of the planes for each row -> weights [rows, inputs] in bfloat16.
+
+    half  of a pair, the index of the scale
+    """
+    zero = ZERO
+    if PLANES == "zero":
+        zero = (plane >> 16) & 255
+        zero = zero[:, None]
+    if PLANES == "pair":
+        plane = plane >> (half * 16)
+    if FORMAT == "int4":
+        zeros = words * 0 + zero * 0x00010001
+        if PLANES != "wide" and SCALES == "bfloat16":
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+                SCALE_INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, zeros, ((plane & 0xFFFF) * 0x00010001)[:, None]],
+                (gl.bfloat16,) * 8, True, 1,
+            )  # fmt: skip
+        else:
+            scale = plane.to(gl.float32, bitcast=True) if PLANES == "wide" else read_half(plane, 0, SCALES)
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+                SCALE_INT4_WIDE, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,f", [words, zeros, scale[:, None]],
+                (gl.bfloat16,) * 8, True, 1,
+            )  # fmt: skip
+        return join_int4(a, b, c, d, e, f, g, h)
+    else:
+        zeros = words * 0 + zero
+        scale = plane.to(gl.float32, bitcast=True) if PLANES == "wide" else read_half(plane, 0, SCALES)
+        a, b, c, d = gl.inline_asm_elementwise(
+            SCALE_INT8, "=h,=h,=h,=h,r,r,f", [words, zeros, scale[:, None]], (gl.bfloat16,) * 4, True, 1
+        )
+        return join_int8(a, b, c, d)
+
+
+@gluon.jit
+def _operand(
+    tile, plane_tile, first, half, GROUP: gl.constexpr, FORMAT: gl.constexpr, PLANES: gl.constexpr,
+    ZERO: gl.constexpr, SCALES: gl.constexpr, CHUNK: gl.constexpr, ROWS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """CHUNK inputs of the group's outputs, from `first` on: an operand of the matrix instruction."""
+    LINES: gl.constexpr = lines_of_step(FORMAT, 32)
+    BLOCKS: gl.constexpr = CHUNK // 32
+    words = tile.slice(first // 32 * LINES, BLOCKS * LINES, dim=0).load(_words_layout(FORMAT, BLOCKS * LINES))
+    if ROWS == 128:
+        words = order_words(words, FORMAT, CHUNK)
+    else:  # half of the tile's outputs
+        if FORMAT == "int4":
+            words = words.reshape([BLOCKS, 4, 8, 4, 2, 2]).permute((1, 5, 2, 0, 3, 4)).reshape([64, BLOCKS * 4, 2])
+        else:
+            words = words.reshape([BLOCKS, 2, 4, 8, 4, 2, 2]).permute((2, 5, 3, 0, 6, 4, 1))
+            words = words.reshape([64, BLOCKS * 8, 2])
+        lower, upper = gl.split(words)
+        words = lower if GROUP == 0 else upper
+    if PLANES == "row":
+        values = unpack(words, ZERO, FORMAT, gl.bfloat16, True)
+    else:
+        plane = plane_tile.load(_plane_layout(ROWS)).reshape([ROWS])
+        plane = gl.convert_layout(plane, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+        values = _scaled(words, plane, half, FORMAT, PLANES, ZERO, SCALES)
+    return gl.convert_layout(values, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _store_sums(partial_sums, acc):
+    """Each thread's own sums, in pieces of 16 bytes."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    flat = acc.reshape([ROWS // 64, 4, 2, 8, TOKENS // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6)).reshape([ROWS * TOKENS])
+    gl.store(partial_sums + gl.arange(0, ROWS * TOKENS, flat.type.layout), flat)
+
+
+@gluon.jit
+def _add_sums(partial_sums, acc):
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    flat = acc.reshape([ROWS // 64, 4, 2, 8, TOKENS // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6)).reshape([ROWS * TOKENS])
+    flat += gl.load(partial_sums + gl.arange(0, ROWS * TOKENS, flat.type.layout), cache_modifier=".cg")
+    added = flat.reshape([ROWS // 64, TOKENS // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
+    return gl.convert_layout(added.reshape([ROWS, TOKENS]), acc.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _consume(
+    ys, row_scales, bias, partial_sums, flags, ring, y_tiles, num_tiles, token_tiles, num_steps, num_out,
+    GROUP: gl.constexpr, FORMAT: gl.constexpr, PLANES: gl.constexpr, COLUMNS: gl.constexpr, ZERO: gl.constexpr,
+    SCALES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, NUM_PLANES: gl.constexpr, ROWS: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, WITH_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups of four consumer warps: ROWS outputs of each tile."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
+    CHUNKS: gl.constexpr = STEP // CHUNK
+    PAIRS: gl.constexpr = 2 if PLANES == "pair" else 1
+    WORD_TILES: gl.constexpr = ROWS // 64
+    WORD_TILE: gl.constexpr = GROUP if ROWS == 128 else 0
+    SIZE: gl.constexpr = ROWS * TOKENS
+    word_tiles, plane_tiles, x_tiles, full, free = ring
+    y_tile = y_tiles.index(GROUP)
+    wait_for_predecessor(USE_PDL)
+    program = gl.program_id(0)
+    rounds, last_steps, num_parts, begin, end = _share(num_tiles, num_steps)
+    iteration = 0
+    for item in range(_num_items(rounds, begin, end, num_steps)):
+        tile, first, stop = _load_item(item, rounds, begin, end, num_steps)
+        first_row = (2 * (tile // token_tiles) + GROUP) * ROWS
+        acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, ACC))
+        for step in range(first, stop):
+            stage = iteration % STAGES
+            mbarrier.wait(full.index(stage), iteration // STAGES % 2)
+            words = word_tiles.index(stage * WORD_TILES + WORD_TILE)
+            for i in gl.static_range(CHUNKS):
+                if PLANES == "row":
+                    plane_tile = words
+                    half = 0
+                else:
+                    group = i * CHUNK // COLUMNS  # of the step
+                    plane_tile = plane_tiles.index((stage * NUM_PLANES + group // PAIRS) * 2 + GROUP)
+                    half = step % 2 if COLUMNS == STEP else group % 2
+                operand = _operand(
+                    words, plane_tile, i * CHUNK, half, GROUP, FORMAT, PLANES, ZERO, SCALES, CHUNK, ROWS, ACC
+                )
+                x_tile = x_tiles.index(stage * CHUNKS + i).permute((1, 0))
+                acc = warpgroup_mma(operand, x_tile, acc, is_async=True)
+                if i > 0 and i < CHUNKS - 1:
+                    acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))  # its operand's registers are free
+            # ptxas serialises matrix instructions that run on into the next iteration.
+            acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]))
+            gl.thread_barrier()  # all warps have read the step
+            mbarrier.arrive(free.index(stage), count=1)
+            iteration += 1
+        sums = warpgroup_mma_wait(0, deps=[acc])
+        if first > 0:
+            _store_sums(partial_sums + (2 * program + GROUP) * SIZE, sums)
+            gl.thread_barrier()
+            gl.atomic_xchg(flags + 2 * program + GROUP, 1, sem="release")
+        else:
+            other = program + 1
+            tile_end = gl.where(stop < num_steps, (end // num_steps + 1) * num_steps, 0)
+            while _boundary(other, num_steps, last_steps, num_parts) < tile_end:
+                while gl.atomic_cas(flags + 2 * other + GROUP, 1, 0, sem="acquire") == 0:
+                    pass
+                sums = _add_sums(partial_sums + (2 * other + GROUP) * SIZE, sums)
+                other += 1
+            row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+            if PLANES == "row":
+                sums *= gl.load(row_scales + row, mask=row < num_out, other=0.0)[:, None]
+            if WITH_BIAS:
+                sums += gl.load(bias + row, mask=row < num_out, other=0.0).to(gl.float32)[:, None]
+            tma.store_wait(0)  # of the tile before
+            gl.thread_barrier()
+            y_tile.store(sums.to(gl.bfloat16).permute((1, 0)))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(ys, [tile % token_tiles * TOKENS, first_row], y_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "token_tiles", "num_steps", "num_out", "tile_lines", "plane_lines"])
+def _grouped_tiles(
+    xs,
+    words,
+    planes,
+    ys,
+    row_scales,
+    bias,
+    partial_sums,
+    flags,
+    num_tiles,
+    token_tiles,
+    num_steps,
+    num_out,
+    tile_lines,
+    plane_lines,
+    FORMAT: gl.constexpr,
+    PLANES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    ZERO: gl.constexpr,
+    SCALES: gl.constexpr,
+    STEP: gl.constexpr,
+    CHUNK: gl.constexpr,
+    NUM_PLANES: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WITH_BIAS: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):
+    """Persistent kernel: at most one program for each multiprocessor. Tiles of the same outputs are adjacent.
+
+    ROWS         outputs of a group of warps: half of a tile
+    CHUNK        inputs of an operand in registers, of one group of the weight
+    tile_lines   lines of 32 words of 128 outputs
+    plane_lines  lines of 16 words of a plane, of all outputs
+    """
+    word_tiles = gl.allocate_shared_memory(
+        gl.int32, [STAGES * (ROWS // 64), lines_of_step(FORMAT, STEP), 32], words.layout
+    )
+    plane_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * 2 * max(NUM_PLANES, 1), ROWS // 16, 16], planes.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (STEP // CHUNK), TOKENS, CHUNK], xs.layout)
+    y_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, ROWS], ys.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    ring = (word_tiles, plane_tiles, x_tiles, full, free)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    ys, row_scales, bias, partial_sums, flags, ring, y_tiles, num_tiles, token_tiles, num_steps,
+                    num_out, 0, FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP, CHUNK, NUM_PLANES, ROWS, TOKENS, STAGES,
+                    WITH_BIAS, USE_PDL,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    ys, row_scales, bias, partial_sums, flags, ring, y_tiles, num_tiles, token_tiles, num_steps,
+                    num_out, 1, FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP, CHUNK, NUM_PLANES, ROWS, TOKENS, STAGES,
+                    WITH_BIAS, USE_PDL,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    xs, words, planes, ring, num_tiles, token_tiles, num_steps, tile_lines, plane_lines,
+                    FORMAT, PLANES, COLUMNS, STEP, CHUNK, NUM_PLANES, ROWS, TOKENS, STAGES, USE_PDL,
+                ),
+            ),
+        ],
+        [4, 1],
+        REGISTERS.value,
+    )  # fmt: skip
