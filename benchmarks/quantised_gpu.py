@@ -1,14 +1,15 @@
 """Decoding with quantised weights on a GPU, in the engine: milliseconds of a step.
 
     PYTHONPATH=src python benchmarks/quantised_gpu.py [--forms bf16,fp8,int4] [--rows 1,16,64,256] [--vllm]
-        [--kv-cache-dtype fp8] [--context N] [--layers N]
+        [--kv-cache-dtype fp8] [--context N] [--layers N] [--mixed]
 
 With `--vllm` it measures vLLM instead, the same way; run both at the same time on two GPUs, or one after the other.
 
 The model has the shape of Llama-3-8B and random weights, which are as fast as trained ones. Its linear layers have the
 forms of checkpoints: `fp8` blocks of 128 x 128 and `fp8_rows` outputs (vLLM, for both: tensors, its fastest), `int4`
 groups of 128 (vLLM: gptq). Embeddings and head stay in bfloat16. A step's time is the difference of two runs that find
-their prompts in the prefix cache, and of which one has 64 tokens more.
+their prompts in the prefix cache, and of which one has 64 tokens more. `--mixed` adds the workload mixed256 of
+`octavo bench`, in output tokens a second.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from compare_vllm import VLLM
 from torch import Tensor
 
 from octavo import LLM
+from octavo.bench.throughput import Octavo, measure_throughput
 from octavo.frontend import build
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.models.linear_methods import PackedMethod
@@ -91,7 +94,7 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "d
 PARTS = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
 PARTS += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
 GPTQ |= {"lm_head": False, "modules_in_block_to_quantize": PARTS}  # else looked for in files, of which there are none
-VLLM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+VLLM_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({}, {}),
     "fp8": ({}, {"quantization": "fp8"}),
     "fp8_rows": ({}, {"quantization": "fp8"}),
@@ -113,7 +116,7 @@ def octavo_llm(folder: Path, name: str, options: dict[str, Any]) -> Any:
 def vllm_llm(folder: Path, name: str, options: dict[str, Any]) -> Any:
     import vllm
 
-    changes, more = VLLM[name]
+    changes, more = VLLM_FORMS[name]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return vllm.LLM(str(folder), gpu_memory_utilization=0.85, disable_log_stats=True, **options, **more)
@@ -138,10 +141,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": args.context + 2 * STEPS}
     options["kv_cache_dtype"] = args.kv_cache_dtype
+    if args.mixed:
+        options["max_model_len"] = max(options["max_model_len"], 4096)
     base: dict[int, float] = {}
     print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
     for name in args.forms:
@@ -157,6 +163,9 @@ def main() -> None:
                 ]
                 ms = (seconds(llm, prompts, STEPS + 1) - seconds(llm, prompts, 1)) / STEPS * 1e3
                 line += f"{ms:>7.2f} {base.setdefault(rows, ms) / ms:.2f}x"
+            if args.mixed:
+                subject = VLLM(llm, name, CONFIG["vocab_size"], None) if args.vllm else Octavo(llm, name, None)
+                line += f"  mixed256 {next(measure_throughput(subject, ['mixed256']))['out_tok_s']:,.0f}"
             print(line + f"{started:>7.0f} s", flush=True)
             if not args.vllm:
                 llm.close()
