@@ -53,7 +53,7 @@ def serialises(ptx: str) -> bool:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_tokens", [100, 1000])
+@pytest.mark.parametrize("num_tokens", [100, 150, 1000])
 def test_products_fit_and_overlap_with_unpacking(form: GroupForm, scales: torch.dtype, num_tokens: int) -> None:
     weight, x = packed(form, 256, 256, scales), torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
     (line,) = list_launches(9, 0, lambda: weight(x, None))

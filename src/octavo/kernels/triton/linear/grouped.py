@@ -274,7 +274,7 @@ class GroupedWeight:
     @property
     def max_small_batch_tokens(self) -> int:
         if kernels_for(self.words.device).hopper:
-            return MAX_HOPPER_TOKENS_GROUPED[self.format]
+            return self._max_streamed
         return MAX_ROWS_TWO_PARTS if self.form.is_float else MAX_SMALL_BATCH_GROUPED
 
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -324,10 +324,13 @@ class GroupedWeight:
         step_inputs = self.columns * (2 if self.kind == "pair" else 1)
         return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, step_inputs, num_tokens, gated)
 
+    @property
+    def _max_streamed(self) -> int:
+        return MAX_HOPPER_TOKENS_GROUPED["int8" if self.kind == "row" else self.format]
+
     def _streams(self, x: Tensor, out: Tensor | None) -> bool:
         """True if Hopper's kernel for few rows computes the product, into a whole tensor."""
-        few = len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
-        return few and (out is None or out.is_contiguous()) and _fits_hopper(x)
+        return len(x) <= self._max_streamed and (out is None or out.is_contiguous()) and _fits_hopper(x)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 

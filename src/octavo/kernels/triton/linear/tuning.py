@@ -30,7 +30,7 @@ QKV_HEAD_DIMS = (64, 128)
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
 MAX_HOPPER_TOKENS_GROUPED = {"int4": 64, "int8": 64, "float8": 32}
-"""Up to so many tokens Hopper's kernel is the fastest, by format."""
+"""Up to so many tokens Hopper's kernel for few is the fastest, by format; of float8 with a scale a row, up to 64."""
 MAX_ROWS_TWO_PARTS = 16
 """Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
 MIN_ROWS_CUBLAS = 1024
@@ -259,8 +259,10 @@ def grouped_hopper_tuning(
 
 
 def grouped_tiles_tuning(bits: int, scaled_inputs: int, num_tokens: int) -> TilesTuning:
-    """As many stages as fit; for an integer weight, see `grouped_hopper_tuning`."""
-    rows, tokens = (64, 128) if num_tokens <= 128 else (128, 128)
+    """The fastest tile on an H200, with as many stages as fit; for an integer weight, see `grouped_hopper_tuning`."""
+    rows, tokens = (64, 128) if num_tokens <= 256 else (128, 128)
+    if 128 < num_tokens <= 192:
+        rows, tokens = 128, 64
     words, planes, xs = 2 * rows * TILE_INPUTS * bits // 8, 8 * rows * cdiv(TILE_INPUTS, scaled_inputs), 256 * tokens
     room = (224 << 10) - 4 * rows * tokens  # the sums, in bfloat16
     return TilesTuning(rows, tokens, room // (words + planes + xs))
