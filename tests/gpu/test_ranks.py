@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from tests.engine.models import make_talking_checkpoint
 from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, generate
 from tests.gpu.test_engine import params
 from tests.models.tiny import make_tiny_checkpoint
+from tests.proof import reliability
+from tests.proof.tally import Tally, World
 from tests.proof.ways import OPTIONS, WAYS, runs
 from tests.runner.test_stub_platform import completions
 
@@ -30,6 +34,9 @@ TALKING: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_model_len": 128,
 }
+
+
+NUM_FAULTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +100,17 @@ def test_a_lost_rank_is_named(model: str, number: int, text: str, monkeypatch: p
         os.kill(child_pids(os.getpid())[0], number)
         with pytest.raises(DeviceLostError, match=text):
             list(stream)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_storm_of_faults(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of `make reliability` on GPUs, where a group takes 12 s to serve again."""
+    on_gpus = {"device": "cuda", "num_gpu_blocks_override": 400}
+    monkeypatch.setattr(reliability, "RANK_OPTIONS", reliability.RANK_OPTIONS | on_gpus)
+    tally = Tally("")
+    asyncio.run(reliability.ranks_under_fire(tally, World("", {}, 1.0, tmp_path), number, NUM_FAULTS))
+    assert tally.runs >= 16
+    assert (tally.lost, tally.hung, tally.wrong, tally.leaked) == (0, 0, 0, 0), tally.notes
 
 
 def test_too_many_ranks_are_refused(model: str) -> None:
