@@ -4,6 +4,7 @@
         [--kv-cache-dtype fp8] [--context N] [--layers N] [--mixed]
 
 With `--vllm` it measures vLLM instead, the same way; run both at the same time on two GPUs, or one after the other.
+Its engine keeps its memory until the process ends: one form a run.
 
 The model has the shape of Llama-3-8B and random weights, which are as fast as trained ones. Its linear layers have the
 forms of checkpoints: `fp8` blocks of 128 x 128 and `fp8_rows` outputs (vLLM, for both: tensors, its fastest), `int4`

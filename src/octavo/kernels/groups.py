@@ -184,6 +184,10 @@ class FusedWeight(PackedWeight, Protocol):
         """Up to so many rows the fused products are faster than separate operations."""
         ...
 
+    def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """The product with a gated MLP's activation, `reference.silu_mul` or `gelu_mul`, for any number of rows."""
+        ...
+
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
         """See `reference.norm_linear`."""
         ...

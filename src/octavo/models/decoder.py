@@ -137,7 +137,7 @@ class Decoder:
             return Experts(spec, factory)
         shapes, own = spec.mlp_linears, spec.of_rank(factory.tp.size).mlp_linears
         gate_up, down = (Linear(shape, own[role], factory, role) for role, shape in shapes.items())
-        return GatedMLP(gate_up, down, spec.activation, factory.ops)
+        return GatedMLP(gate_up, down, spec.activation)
 
     @cached_property
     def max_small_batch_tokens(self) -> int:

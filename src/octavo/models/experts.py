@@ -56,7 +56,7 @@ class Experts:
             shared_in, shared_out = (
                 Linear(linears[role], own_linears[role], factory) for role in ("shared_in", "shared_out")
             )
-            self.shared = GatedMLP(shared_in, shared_out, spec.activation, factory.ops)
+            self.shared = GatedMLP(shared_in, shared_out, spec.activation)
             self.shared_gate = WholeLinear(linears["shared_gate"], factory)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -171,18 +171,17 @@ class MLP(Protocol):
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str, ops: ModelOps) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         """activation: of `DecoderSpec`"""
-        self.gate_name: Gate = "gelu" if activation == "gelu_tanh" else "silu"
-        self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
+        self.gate: Gate = "gelu" if activation == "gelu_tanh" else "silu"
         self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate(self.gate_up(x)))
+        return self.down.reduced(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the output."""
-        return self.down.partial(self.gate(self.gate_up(x)))
+        return self.down.gated_partial(self.gate_up(x), self.gate)
 
     @property
     def max_small_batch_tokens(self) -> int:
@@ -191,7 +190,7 @@ class GatedMLP:
     def forward_small_batch(
         self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
     ) -> NormedResidual:
-        inner = self.gate_up.norm_linear(residual, eps, self.gate_name)
+        inner = self.gate_up.norm_linear(residual, eps, self.gate)
         return self.down.add_linear(residual, inner, next_norm)
 
     def weights(self, prefix: str) -> Iterator[Weight]:

@@ -165,12 +165,19 @@ class Linear:
         self.add_reduced = tp.add_reduced if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.partial(x)
-        return y if self.all_reduce is None else self.all_reduce(y)
+        return self.reduced(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the output, which `__call__` sums over the ranks if inputs are split."""
+        """This rank's part of the output."""
         return self.method.apply(x, self.bias)
+
+    def gated_partial(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """The same for a gated MLP's activation of gate_up [num_tokens, 2 * own.in_size]."""
+        return self.method.gated(gate_up, self.bias, gate)
+
+    def reduced(self, y: Tensor) -> Tensor:
+        """The sum of the ranks' parts, if inputs are split."""
+        return y if self.all_reduce is None else self.all_reduce(y)
 
     @property
     def max_small_batch_tokens(self) -> int:

@@ -118,6 +118,10 @@ class LinearMethod:
         """See `kernels.reference.experts_in`."""
         return self.ops.experts_in(x, self.weight, bias, routing, self.num_experts, gate)
 
+    def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """`apply` for a gated MLP's activation of gate_up [num_tokens, 2 * num_in]."""
+        return self.apply(self.ops.silu_mul(gate_up) if gate == "silu" else self.ops.gelu_mul(gate_up), bias)
+
     def experts_out(self, x: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
         """See `kernels.reference.experts_out`."""
         return self.ops.experts_out(x, self.weight, bias, routing, self.num_experts)
@@ -351,6 +355,9 @@ class PackedMethod(PlainMethod):
         if self.packed is None:
             return super().max_small_batch_tokens
         return 0 if self.fused is None else self.fused.max_small_batch_tokens
+
+    def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        return super().gated(gate_up, bias, gate) if self.fused is None else self.fused.gated(gate_up, bias, gate)
 
     # A model's path is its first layer's: a weight of another layer may have no fused products.
 

@@ -203,7 +203,9 @@ def quantised() -> None:
         weight(torch.empty(5, 1024, dtype=F16), None, float32_out=True)
         weight(torch.empty(2000, 1024, dtype=F16), None)  # by the library on Hopper, too
         if form.is_float and kernels_for(torch.device("cpu")).float8:  # for the library, which a test has not
-            quantise(torch.empty(200, 1024, dtype=BF16), form.group_size)
+            gates: tuple[Gate, ...] = ("", "silu", "gelu")
+            for gate in gates:
+                quantise(torch.empty(200, 1024, dtype=BF16), form.group_size, gate)
 
 
 def experts() -> None:

@@ -42,9 +42,16 @@ def _gated_mul(gate_up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < SIZE
-    gate = tl.load(gate_up + token * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    slope = gate
+    gate = tl.load(gate_up + token * 2 * SIZE + column, mask=mask, other=0.0)
+    up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0)
+    tl.store(out + token * SIZE + column, gated(gate, up, GELU), mask=mask)
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or with GELU gelu_tanh(gate) * up, rounded once, to their dtype."""
+    wide = gate.to(tl.float32)
+    slope = wide
     if GELU:  # 1 + tanh(z) is 2 * sigmoid(2 * z)
-        slope = GELU_SLOPE * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + token * SIZE + column, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=mask)
+        slope = GELU_SLOPE * (wide + 0.044715 * wide * wide * wide)
+    return (wide * tl.sigmoid(slope) * up.to(tl.float32)).to(gate.dtype)

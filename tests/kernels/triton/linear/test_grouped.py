@@ -12,8 +12,9 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.linear import grouped
 from octavo.kernels.triton.linear.grouped import GroupedWeight, float8_columns
 from octavo.kernels.triton.linear.grouped_kernels import quantise
@@ -110,6 +111,19 @@ def test_with_many_rows_x_is_rounded_to_float8(size: int) -> None:
         assert relative_error(y, rounded.flatten(1) @ float8_columns(wide).T) < TOLERANCE
     assert norm_error(rounded.flatten(1), float8_columns(x).double()) < 0.028
     assert norm_error(y, x.double() @ wide.T) < 0.03
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("size", [128, 384])
+def test_an_activation_is_rounded_to_float8_without_being_stored(size: int, gate: Gate) -> None:
+    gate_up = torch.randn(70, 768, device=DEVICE).to(HALF)
+    activated = silu_mul(gate_up) if gate == "silu" else gelu_mul(gate_up)
+    for fused, separate in zip(quantise(gate_up, size, gate), quantise(activated, size), strict=True):
+        fused, separate = (x[:70] if x.dtype == torch.float8_e4m3fn else x[:, :70] for x in (fused, separate))
+        assert torch.equal(fused.float(), separate.float())
+    weight = pack(make_groups(GroupForm(8, size, is_float=True), 200, 384))
+    for num_rows in (3, 70):
+        assert torch.equal(weight.gated(gate_up[:num_rows], None, gate), weight(activated[:num_rows], None))
 
 
 @pytest.mark.parametrize("num_rows", [3, 70])

@@ -233,6 +233,13 @@ class GroupedWeight:
         self._launch(x, bias, parts=None if streams else parts, out=out, tuning=tuning)
         return out
 
+    def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """The product with a gated MLP's activation of gate_up [num_rows, 2 * num_in]; float8 does not store it."""
+        few = len(gate_up) <= max(self._max_streamed, MAX_ROWS_TWO_PARTS)
+        if few or not (self.form.is_float and multiplies_float8(gate_up.device, self.kind == "row")):
+            return self(silu_mul(gate_up) if gate == "silu" else gelu_mul(gate_up), bias)
+        return self._by_float8(gate_up, bias, None, gate)
+
     def dequantised(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Outputs [first, last) of the weight, rounded to dtype; first is a multiple of 128."""
         weight = torch.empty(last - first, self.num_in, dtype=dtype, device=self.words.device)
@@ -344,9 +351,10 @@ class GroupedWeight:
             "SCALES": "bfloat16" if self.scales_dtype == torch.bfloat16 else "float16",
         }
 
-    def _by_float8(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    def _by_float8(self, x: Tensor, bias: Tensor | None, out: Tensor | None, gate: Gate = "") -> Tensor:
+        """gate: as of `quantise`"""
         by_row = self.kind == "row"
-        values, scales = quantise(x, self.num_in if by_row else FLOAT8_GROUP)
+        values, scales = quantise(x, self.num_in if by_row else FLOAT8_GROUP, gate)
         weight = self.words.view(len(self.words) * TILE_OUTPUTS, -1)
         planes = self.planes.view(1, -1) if by_row else self.planes.view(torch.float32)
         y = float8_product(values, weight, scales, planes, by_row, x.dtype)[: len(x), : self.num_out]

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.integers import cdiv
+from octavo.kernels.reference.norms import Gate
+from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.skinny import finish_tile, load_squares
 
@@ -430,8 +432,10 @@ def _dequantise(
     tl.store(weight + row.to(tl.int64)[:, None] * num_in + column[None, :], scaled, mask=mask)
 
 
-def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, group: int, gate: Gate = "") -> tuple[Tensor, Tensor]:
     """x [num_tokens, num_in] -> float8 [num_tokens, num_in], rounded up to groups, and scales [groups, num_tokens].
+
+    gate  x is the activation of a gated MLP, and what is given its input [num_tokens, 2 * num_in]
 
     Columns are in the order of a float8 weight's.
 
@@ -439,7 +443,7 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     group  inputs of a token that share a scale: FLOAT8_GROUP, or all
     """
-    num_tokens, num_in = x.shape
+    num_tokens, num_in = len(x), x.shape[1] // (2 if gate else 1)
     groups, padded = cdiv(num_in, group), cdiv(num_tokens, 4) * 4
     width = cdiv(num_in, FLOAT8_GROUP) * FLOAT8_GROUP
     values = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -456,6 +460,7 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         padded,
         GROUP=triton.next_power_of_2(group),
         GROUPS=per_program,
+        GATE=gate,
         num_warps=4 if group == FLOAT8_GROUP else 8,
         **pdl_options(x.device),
     )
@@ -465,14 +470,17 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["padded"])
 def _quantise(
     x, values, scales, num_in, groups, x_stride, width, padded, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    GATE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS groups of a token."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     wait_for_predecessor(USE_PDL)
-    xs = tl.load(x + token * x_stride + float8_inputs(columns), mask=columns < num_in, other=0.0)
+    inputs = x + token * x_stride + float8_inputs(columns)
+    xs = tl.load(inputs, mask=columns < num_in, other=0.0)
+    if GATE != "":
+        xs = gated(xs, tl.load(inputs + num_in, mask=columns < num_in, other=0.0), GATE == "gelu")
     rounded, _, scale = _round_to_float8(xs)
     tl.store(values + token * width + columns, rounded, mask=columns < width)
     tl.store(scales + group * padded + token, scale, mask=group < groups)
