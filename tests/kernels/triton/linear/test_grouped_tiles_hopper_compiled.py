@@ -59,8 +59,7 @@ def test_products_fit_and_overlap_with_unpacking(form: GroupForm, scales: torch.
     (line,) = list_launches(9, 0, lambda: weight(x, None))
     with fake_gpu(9, 0):
         kernel = precompile.compile_kernel(line)
-    pairs = 2 if weight.kind == "pair" else 1
-    chosen, ptx = tuning.grouped_tiles_tuning(form.bits, weight.columns * pairs, num_tokens), kernel.asm["ptx"]
+    chosen, ptx = tuning.grouped_tiles_tuning(form.bits, weight.scaled_inputs, num_tokens), kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_BYTES and register_usage(kernel)[1] <= 8
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * 8 * chosen.rows // 64  # two groups, 8 times 16 inputs
     assert "stmatrix" in ptx and "st.global.v4" in ptx and "ld.global.cg.v4" in ptx

@@ -195,6 +195,11 @@ class GroupedWeight:
         return self.words.nbytes + self.planes.nbytes
 
     @property
+    def scaled_inputs(self) -> int:
+        """Inputs of a step at least: of a group, or of a pair."""
+        return self.columns * (2 if self.kind == "pair" else 1)
+
+    @property
     def format(self) -> str:
         return "float8" if self.form.is_float else f"int{self.form.bits}"
 
@@ -217,13 +222,7 @@ class GroupedWeight:
         streams = tuning is None and self._streams(x, out)
         if not float32_out and tuning is None and not streams:
             if parts == 0 and self.num_out % 8 == 0 and _fits_hopper(x) and (out is None or _fits_hopper(out)):
-                from octavo.kernels.triton.linear import grouped_tiles_hopper
-
-                out = x.new_empty(num_rows, self.num_out) if out is None else out
-                scaled_inputs = self.columns * (2 if self.kind == "pair" else 1)
-                chosen = grouped_tiles_tuning(self.form.bits, scaled_inputs, num_rows)
-                grouped_tiles_hopper.launch(self, x, bias, chosen, out=out)
-                return out
+                return self._by_tiles(x, bias, out)
             if parts == 1 and multiplies_float8(x.device, self.kind == "row"):
                 return self._by_float8(x, bias, out)
             if parts == 0 and num_rows >= MIN_ROWS_CUBLAS:
@@ -328,8 +327,7 @@ class GroupedWeight:
         return rope_kv_write(q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, **norms)
 
     def _hopper_tuning(self, num_out: int, num_tokens: int, gated: bool) -> HopperTuning:
-        step_inputs = self.columns * (2 if self.kind == "pair" else 1)
-        return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, step_inputs, num_tokens, gated)
+        return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, self.scaled_inputs, num_tokens, gated)
 
     @property
     def _max_streamed(self) -> int:
@@ -350,6 +348,14 @@ class GroupedWeight:
             "ZERO": self.form.zero,
             "SCALES": "bfloat16" if self.scales_dtype == torch.bfloat16 else "float16",
         }
+
+    def _by_tiles(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        from octavo.kernels.triton.linear import grouped_tiles_hopper  # only where the GPU has its instructions
+
+        out = x.new_empty(len(x), self.num_out) if out is None else out
+        tuning = grouped_tiles_tuning(self.form.bits, self.scaled_inputs, len(x))
+        grouped_tiles_hopper.launch(self, x, bias, tuning, out=out)
+        return out
 
     def _by_float8(self, x: Tensor, bias: Tensor | None, out: Tensor | None, gate: Gate = "") -> Tensor:
         """gate: as of `quantise`"""
@@ -398,8 +404,7 @@ class GroupedWeight:
             return grouped_hopper.launch(
                 self, x, bias, gate, tuning, out=out, squares=squares, eps=eps, residual=residual, norm=norm
             )
-        pairs = 2 if self.kind == "pair" else 1
-        step_inputs = self.columns * pairs
+        step_inputs = self.scaled_inputs
         num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
         if parts is None:
             parts = 2 if self.form.is_float and kernels_for(x.device).float8 else 0
@@ -434,7 +439,7 @@ class GroupedWeight:
             **self.constants(),
             EVEN=x.shape[1] % step_inputs == 0,
             CHUNK=self.columns if parts else min(tuning.chunk, self.columns),
-            PAIRS=pairs,
+            PAIRS=step_inputs // self.columns,
             TOKENS=tuning.tokens,
             SPLITS=tuning.splits,
             STAGES=stages,

@@ -24,7 +24,7 @@ PREFETCH_BYTES = tl.constexpr(32768)
 """Of the weight, by a program before its predecessor has ended."""
 
 # Words -> the values of a word, each less its zero, in bfloat16; exact. Results, then the word and its zero.
-UNPACK_INT4 = tl.constexpr("""{
+INT4_VALUES = """
 .reg .b32 a, s, t, u, p, q, z;
 mov.b32 a, 0x3F803F80;
 or.b32 z, $9, 0xC300C300;
@@ -39,13 +39,16 @@ fma.rn.bf16x2 p, p, a, z;
 fma.rn.bf16x2 q, q, a, z;
 fma.rn.bf16x2 t, t, a, z;
 fma.rn.bf16x2 u, u, a, z;
+"""
+"""Pairs p, q, t and u. 128 + a value has the bits 0x4300 | value. A zero comes twice."""
+INT4_RESULTS = """
 mov.b32 {$0, $4}, p;
 mov.b32 {$1, $5}, q;
 mov.b32 {$2, $6}, t;
 mov.b32 {$3, $7}, u;
-}""")
-"""128 + a value has the bits 0x4300 | value. A zero comes twice."""
-UNPACK_INT8 = tl.constexpr("""{
+"""
+UNPACK_INT4 = tl.constexpr("{" + INT4_VALUES + INT4_RESULTS + "}")
+INT8_VALUES = """
 .reg .b32 t, p;
 .reg .f32 z, a, b, c, d;
 or.b32 t, $5, 0xCB000000;
@@ -62,12 +65,15 @@ add.rn.f32 a, a, z;
 add.rn.f32 b, b, z;
 add.rn.f32 c, c, z;
 add.rn.f32 d, d, z;
+"""
+"""In float32. 2^23 + a value has the bits 0x4B000000 | value."""
+INT8_RESULTS = """
 cvt.rn.bf16x2.f32 p, c, a;
 mov.b32 {$0, $2}, p;
 cvt.rn.bf16x2.f32 p, d, b;
 mov.b32 {$1, $3}, p;
-}""")
-"""2^23 + a value has the bits 0x4B000000 | value, in float32."""
+"""
+UNPACK_INT8 = tl.constexpr("{" + INT8_VALUES + INT8_RESULTS + "}")
 UNPACK_FLOAT8 = tl.constexpr("""{
 .reg .b32 p, q, m;
 mov.b32 m, 0x7B807B80;

@@ -37,6 +37,10 @@ from octavo.kernels.triton.capability import num_multiprocessors
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.grouped_hopper import WORD_LAYOUT, lines_of_step
 from octavo.kernels.triton.linear.grouped_kernels import (
+    INT4_RESULTS,
+    INT4_VALUES,
+    INT8_RESULTS,
+    INT8_VALUES,
     join_int4,
     join_int8,
     order_words,
@@ -54,79 +58,28 @@ REGISTERS = gl.constexpr([232, 40])
 MIN_STEPS = gl.constexpr(4)
 """Of a program in the last round. Adding another program's sums takes as long as two steps or more."""
 
-# A word, its zero or zeros, a scale -> the values of the word, less their zero, times their scale.
-SCALE_INT4 = gl.constexpr("""{
-.reg .b32 a, s, t, u, p, q, z;
-mov.b32 a, 0x3F803F80;
-or.b32 z, $9, 0xC300C300;
-lop3.b32 p, $8, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 s, $8, 4;
-lop3.b32 q, s, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 s, $8, 8;
-lop3.b32 t, s, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 s, $8, 12;
-lop3.b32 u, s, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 p, p, a, z;
-fma.rn.bf16x2 q, q, a, z;
-fma.rn.bf16x2 t, t, a, z;
-fma.rn.bf16x2 u, u, a, z;
-mul.rn.bf16x2 p, p, $10;
-mul.rn.bf16x2 q, q, $10;
-mul.rn.bf16x2 t, t, $10;
-mul.rn.bf16x2 u, u, $10;
-mov.b32 {$0, $4}, p;
-mov.b32 {$1, $5}, q;
-mov.b32 {$2, $6}, t;
-mov.b32 {$3, $7}, u;
-}""")
-"""As `UNPACK_INT4`; the scale twice, in bfloat16."""
-
-
-@gluon.constexpr_function
-def _widened(name, source):
-    """Multiply the pair in `source` in float32, and round it."""
-    return f"""shl.b32 s, {source}, 16;
+# As in `grouped_kernels`, with a scale, by which the values are multiplied.
+SCALE_INT4 = gl.constexpr(
+    "{" + INT4_VALUES + "".join(f"mul.rn.bf16x2 {x}, {x}, $10;\n" for x in "pqtu") + INT4_RESULTS + "}"
+)
+"""The scale comes twice, in bfloat16."""
+WIDE_PAIR = """
+shl.b32 s, {0}, 16;
 mov.b32 x, s;
-and.b32 s, {source}, 0xFFFF0000;
+and.b32 s, {0}, 0xFFFF0000;
 mov.b32 y, s;
 mul.rn.f32 x, x, $10;
 mul.rn.f32 y, y, $10;
-cvt.rn.bf16x2.f32 {name}, y, x;
+cvt.rn.bf16x2.f32 {0}, y, x;
 """
-
-
-_UNPACKED, _RESULTS = SCALE_INT4.value.split("mul.rn.bf16x2 p", 1)[0], SCALE_INT4.value.split("$10;\n")[-1]
 SCALE_INT4_WIDE = gl.constexpr(
-    _UNPACKED.replace(".reg .b32", ".reg .f32 x, y;\n.reg .b32") + "".join(_widened(n, n) for n in "pqtu") + _RESULTS
+    "{.reg .f32 x, y;" + INT4_VALUES + "".join(WIDE_PAIR.format(x) for x in "pqtu") + INT4_RESULTS + "}"
 )
-"""The scale in float32."""
-SCALE_INT8 = gl.constexpr("""{
-.reg .b32 t, p;
-.reg .f32 z, a, b, c, d;
-or.b32 t, $5, 0xCB000000;
-mov.b32 z, t;
-prmt.b32 t, $4, 0x4B000000, 0x7440;
-mov.b32 a, t;
-prmt.b32 t, $4, 0x4B000000, 0x7441;
-mov.b32 b, t;
-prmt.b32 t, $4, 0x4B000000, 0x7442;
-mov.b32 c, t;
-prmt.b32 t, $4, 0x4B000000, 0x7443;
-mov.b32 d, t;
-add.rn.f32 a, a, z;
-add.rn.f32 b, b, z;
-add.rn.f32 c, c, z;
-add.rn.f32 d, d, z;
-mul.rn.f32 a, a, $6;
-mul.rn.f32 b, b, $6;
-mul.rn.f32 c, c, $6;
-mul.rn.f32 d, d, $6;
-cvt.rn.bf16x2.f32 p, c, a;
-mov.b32 {$0, $2}, p;
-cvt.rn.bf16x2.f32 p, d, b;
-mov.b32 {$1, $3}, p;
-}""")
-"""As `UNPACK_INT8`; the scale in float32."""
+"""The scale is in float32."""
+SCALE_INT8 = gl.constexpr(
+    "{" + INT8_VALUES + "".join(f"mul.rn.f32 {x}, {x}, $6;\n" for x in "abcd") + INT8_RESULTS + "}"
+)
+"""The scale is in float32."""
 
 
 @functools.cache
@@ -147,8 +100,7 @@ def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesT
     chunk = min(weight.columns, 64)
     x_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * chunk, element_bitwidth=16, rank=2)
     y_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    scaled_inputs = weight.columns * (2 if weight.kind == "pair" else 1)
-    num_planes = 0 if weight.kind == "row" else cdiv(TILE_INPUTS, scaled_inputs)
+    num_planes = 0 if weight.kind == "row" else cdiv(TILE_INPUTS, weight.scaled_inputs)
     _grouped_tiles[(programs,)](
         TensorDescriptor(x, [num_tokens, weight.num_in], [x.stride(0), 1], [tuning.tokens, chunk], x_layout),
         TensorDescriptor.from_tensor(
