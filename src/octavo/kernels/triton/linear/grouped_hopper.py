@@ -173,7 +173,7 @@ def _copy_tokens(xs, ring, stage, step, pred, STEP: gl.constexpr, COLUMNS: gl.co
 
 
 @gluon.jit
-def _producer(
+def producer(
     xs, words, planes, ring, tile, begin, end, num_out, tile_lines, plane_lines,
     FORMAT: gl.constexpr, STEP: gl.constexpr, NUM_PLANES: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, HALVES: gl.constexpr, USE_PDL: gl.constexpr,
@@ -328,7 +328,7 @@ def make_ring(
 
 
 # As in `skinny_hopper`: two kernels call these.
-_ = _producer.cache_key, sum_products.cache_key, make_ring.cache_key
+_ = producer.cache_key, sum_products.cache_key, make_ring.cache_key
 
 
 @gluon.jit
@@ -425,7 +425,7 @@ def _grouped_hopper(
                 ),
             ),
             (
-                _producer,
+                producer,
                 (
                     xs, words, planes, ring, tile, begin, end, num_out, tile_lines, plane_lines,
                     FORMAT, STEP, NUM_PLANES, COLUMNS, TOKENS, STAGES, HALVES, USE_PDL,

@@ -18,11 +18,11 @@ from octavo.kernels.triton.launch import wait_for_predecessor
 from octavo.kernels.triton.linear.grouped_hopper import (
     NUM_WARPS,
     ROWS,
-    _producer,
     describe,
     lines_of,
     make_ring,
     planes_of_step,
+    producer,
     sum_products,
     sums_layout,
     tile_tokens,
@@ -185,7 +185,7 @@ def _grouped_qkv_hopper(
                 ),
             ),
             (
-                _producer,
+                producer,
                 (
                     xs, words, planes, ring, tile, begin, end, 0, tile_lines, plane_lines,
                     FORMAT, STEP, NUM_PLANES, COLUMNS, TOKENS, STAGES, 1, USE_PDL,
