@@ -18,6 +18,7 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.grouped_linear import GroupedWeight
 from octavo.kernels.cpu.packed_linear import TiledWeight
 from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import TensorParallel
 from octavo.models.linear_methods import MergedWeight, OrderedWeight, PackedMethod, Role, find_linear_method
@@ -67,6 +68,16 @@ class Fused(Kept):
     def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
         self.calls.append("add_linear")
         return reference.add_linear(residual, x, self.groups.dequantised(), bias, norm)
+
+    def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        self.calls.append("gated")
+        return self(reference.silu_mul(gate_up) if gate == "silu" else reference.gelu_mul(gate_up), bias)
+
+    def project_qkv(
+        self, residual: NormedResidual, eps: float, bias: Tensor | None, *args: Tensor | RaggedBatch, **norms: Any
+    ) -> Tensor:
+        self.calls.append("project_qkv")
+        return reference.project_qkv(residual, eps, self.groups.dequantised(), bias, *args, **norms)  # type: ignore[arg-type]
 
 
 class KeepingOps:
@@ -211,9 +222,9 @@ def test_few_rows_use_fused_products(kind: str, mixed: str, tmp_path: Path) -> N
     Fused.calls.clear()
     assert_same_logits(path, KeepingOps(kept=Fused))
     model = load_tiny(path, KeepingOps(kept=Fused), linear_method=PackedMethod)  # type: ignore[arg-type]
-    expected = {"norm_linear", "norm_linearsilu", "add_linear"}
+    expected = {"project_qkv", "norm_linearsilu", "add_linear", "gated"}
     assert model.max_small_batch_tokens == 6 and set(Fused.calls) == expected
-    qkv, gate_up = Fused.calls.count("norm_linear"), Fused.calls.count("norm_linearsilu")
+    qkv, gate_up = Fused.calls.count("project_qkv"), Fused.calls.count("norm_linearsilu")
     num_layers = len(model.layers)  # type: ignore[attr-defined]
     assert qkv == (gate_up if mixed == "no layer" else gate_up * (num_layers - 1) // num_layers)
 
