@@ -51,6 +51,20 @@ def test_sinks_of_chunks(num_kv_heads: int, group_size: int, window: int) -> Non
     assert relative_error(lse, expected_lse) < 1e-6
 
 
+@pytest.mark.parametrize("rise", [0.0, 3.0, 20.0])
+def test_scores_rise_from_tile_to_tile(rise: float) -> None:
+    """Earlier sums shrink only for scores that are much larger, and count in full for others."""
+    case = make_case([200], [200], group_size=2, head_dim=64, dtype=torch.bfloat16)
+    case.q[..., 0] = rise
+    case.keys[0][..., 0] = torch.arange(200) / 64 / case.scale
+    for block, keys in zip(case.tables[0], case.keys[0].split(4, dim=1), strict=True):
+        case.kv_layer[block, 0] = keys
+    out, lse = attend(case)
+    expected, expected_lse = naive_attention(case.double)
+    assert relative_error(out, expected) < 8e-3
+    assert relative_error(lse, expected_lse) < 1e-6
+
+
 @pytest.mark.parametrize("window", [0, 70])
 def test_the_bits_of_a_query_do_not_depend_on_its_chunk(window: int) -> None:
     whole = make_case([150], [150], group_size=7, head_dim=64, dtype=torch.bfloat16)

@@ -61,12 +61,14 @@ def test_norms(library: native.Library, dtype: torch.dtype, shape: tuple[int, ..
 
 
 @DTYPES
-def test_activation_far_from_zero(library: native.Library, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_activation_far_from_zero(library: native.Library, dtype: torch.dtype, name: str) -> None:
     gate = torch.cat((torch.linspace(-200, 200, 300), torch.linspace(-2, 2, 301))).to(dtype)
     gate_up = torch.cat((gate, torch.randn(601).to(dtype))).unsqueeze(0).repeat(3, 1)
-    out = library.silu_mul(gate_up)
-    assert relative_error(out, reference.silu_mul(gate_up.double())) < TOLERANCE[dtype]
-    assert library.silu_mul(torch.full((1, 2), torch.nan, dtype=dtype)).isnan().all()
+    activate = getattr(library, name)
+    assert relative_error(activate(gate_up), getattr(reference, name)(gate_up.double())) < TOLERANCE[dtype]
+    ends = activate(torch.tensor([[math.inf, 3e38, -3e38, -math.inf, math.nan, 2, 2, 2, 2, 2]], dtype=dtype))[0]
+    assert ends[0] == math.inf and ends[1] > 3e38 and ends[2] == 0 and ends[3:].isnan().all()
 
 
 @DTYPES

@@ -5,6 +5,7 @@
 // of 64 keys, so the bits of a query's result do not depend on where its chunk begins.
 
 constexpr long KEY_TILE = 64, KEY_PAIRS = KEY_TILE / 2;
+constexpr float SLACK = 8;  // how far a score may exceed what exponents are relative to before earlier sums shrink
 constexpr long CHUNK_ROWS = 256;  // queries times heads of one task: they share the tiles of their keys and values
 typedef Bfloat16Words::X Word;
 
@@ -21,24 +22,33 @@ inline const bfloat16 *bfloat16_row(const int8_t *row, long size, bfloat16 *memo
 
 // Scores of a row of queries -> weights of its keys [from, to) of a tile, and the state of its softmax. The row's weighted
 // sum so far has `tiles` parts of 64 numbers, `stride` apart.
-inline void weigh_keys(float *scores, long from, long to, float scale, float &highest, float &total, float *weighted,
+inline void weigh_keys(float *scores, int from, int to, float scale, float &highest, Floats &total, float *weighted,
                        long tiles, long stride, Word *weights) {
-    for (int j = 0; j < KEY_TILE; j++) scores[j] = j >= from && j < to ? scores[j] * scale : -INFINITY;
-    Floats tops = load<Floats>(scores);
-    for (int j = LANES; j < KEY_TILE; j += LANES) tops = larger(tops, load<Floats>(scores + j));
+    constexpr int NUM = KEY_TILE / LANES;
+    Floats parts[NUM], tops = Floats{} - INFINITY;
+    for (int p = 0; p < NUM; p++) parts[p] = load<Floats>(scores + p * LANES) * scale;
+    if (to - from < KEY_TILE) {
+        Ints keys;
+        for (int i = 0; i < LANES; i++) keys[i] = i;
+        for (int p = 0; p < NUM; p++, keys += LANES)
+            parts[p] = (keys >= from) & (keys < to) ? parts[p] : Floats{} - INFINITY;
+    }
+    for (int p = 0; p < NUM; p++) tops = larger(tops, parts[p]);
     float best = largest(tops);
-    if (!(best <= highest)) {
+    if (!(best <= highest + SLACK)) {
         float shrink = exp_of_negative(highest - best);
         total *= shrink, highest = best;
         for (long t = 0; t < tiles; t++)
             for (long i = 0; i < 64; i++) weighted[t * stride + i] *= shrink;
     }
-    float top = highest;  // no store to the scores can change it
-#pragma omp simd
-    for (int j = 0; j < KEY_TILE; j++) scores[j] = exp_of_negative(scores[j] - top);
+    float top = highest;  // in a register, whatever is stored
     Floats sums{};
-    for (int j = 0; j < KEY_TILE; j += LANES) sums += load<Floats>(scores + j);
-    total += sum(sums);
+    for (int p = 0; p < NUM; p++) {
+        parts[p] = exp_of_negative(parts[p] - top);
+        sums += parts[p];
+    }
+    total += sums;
+    memcpy(scores, parts, sizeof parts);
     Bfloat16Words::words(scores, KEY_TILE, weights);
 }
 
@@ -53,12 +63,13 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
     long before = a.seq_lens[seq] - a.counts[seq];  // keys before the chunk
 
     float *memory = scratch<4>(tiles * stride + words * KEY_TILE + tiles * KEY_PAIRS * 64 +
-                               num_rows * words * sizeof(Word) / 4 + 2 * num_rows + 16);
+                               num_rows * words * sizeof(Word) / 4 + (LANES + 1) * num_rows + 32);
     auto *weighted = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);  // [tiles, rows, 64]
     auto *keys = reinterpret_cast<uint32_t *>(weighted + tiles * stride);    // [words, KEY_TILE]
     auto *values = keys + words * KEY_TILE;                                  // [tiles, KEY_PAIRS, 64]
-    auto *x = reinterpret_cast<Word *>(values + tiles * KEY_PAIRS * 64);     // [rows, words]
-    auto *highest = reinterpret_cast<float *>(x + num_rows * words), *total = highest + num_rows;
+    auto *total = reinterpret_cast<Floats *>(values + tiles * KEY_PAIRS * 64);  // [rows], each lane of some keys
+    auto *highest = reinterpret_cast<float *>(total + num_rows);
+    auto *x = reinterpret_cast<Word *>(highest + num_rows);                  // [rows, words]
 
     auto place = [&](long row) {  // of its head's query, among those of q
         return ((a.rows[seq] + first + row / a.group) * a.num_kv_heads + head) * a.group + row % a.group;
@@ -70,7 +81,7 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
     }
     std::fill_n(weighted, tiles * stride, 0.0f);
     std::fill_n(highest, num_rows, -INFINITY);
-    std::fill_n(total, num_rows, 0.0f);
+    std::fill_n(total, num_rows, Floats{});
 
     // Keys that a query sees.
     auto begin_of = [&](long row) { return a.window ? std::max(0L, before + first + row / a.group - a.window + 1) : 0L; };
@@ -104,9 +115,10 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
                     weigh_keys(scores[r - row], from, to, a.scale, highest[r], total[r], weighted + r * 64, tiles, stride,
                                weights[r - row]);
             }
+            long pairs = std::min(KEY_PAIRS, (end_of(row + n - 1) - begin + 1) / 2);
             for (long t = 0; t < tiles; t++)
                 take_rows<K, 64, K::ROWS>(n, reinterpret_cast<const char *>(values + t * KEY_PAIRS * 64), weights[0],
-                                          KEY_PAIRS, KEY_PAIRS,
+                                          KEY_PAIRS, pairs,
                                           reinterpret_cast<FloatWords *>(weighted + t * stride + row * 64), nullptr, 0);
         }
     }
@@ -114,7 +126,7 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
         float part[MAX_HEAD_DIM + 2];
         for (long t = 0; t < tiles; t++)
             std::copy_n(weighted + t * stride + row * 64, std::min(64L, size - t * 64), part + t * 64);
-        part[size] = highest[row], part[size + 1] = total[row];
+        part[size] = highest[row], part[size + 1] = sum(total[row]);
         float sink = a.sinks ? a.sinks[head * a.group + row % a.group] : -INFINITY;
         merge_parts(part, 1, 0, size, sink, out + place(row) * size, a.lse ? a.lse + place(row) : nullptr);
     }

@@ -66,6 +66,17 @@ template <> inline bfloat16 narrow<bfloat16>(float x) {  // to nearest, ties to 
 
 template <class T> inline float rounded(float x) { return wide(narrow<T>(x)); }
 
+// The same for each lane: bfloat16 in the upper halves.
+inline Words narrow(Floats x) {
+    Words bits = (Words)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return x != x ? Words{} + 0x7fc00000 : rounded;
+}
+
+template <class T> inline Floats rounded(Floats x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    else return (Floats)(narrow(x) & 0xffff0000u);
+}
+
 template <class T> inline void widen(const T *from, long size, float *to) {
     for (long i = 0; i < size; i++) to[i] = wide(from[i]);
 }
@@ -107,6 +118,14 @@ inline void spread(const int8_t *from, Floats *to) {
 #else
     for (int i = 0; i < LANES; i++) to[0][i] = from[i];
 #endif
+}
+
+// The inverse of `spread`; numbers are rounded.
+inline void join(const Floats *from, float *to) { memcpy(to, from, sizeof *from); }
+
+inline void join(const Floats *from, bfloat16 *to) {
+    Words pairs = narrow(from[0]) >> 16 | (narrow(from[1]) & 0xffff0000u);
+    memcpy(to, &pairs, sizeof pairs);
 }
 
 inline Floats broadcast(float x) { return x - Floats{}; }  // `x + Floats{}` would compute an addition
@@ -197,17 +216,30 @@ inline float largest(Floats v) {
 #endif
 }
 
-// e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
-// series. Compilers vectorise loops of it, unlike loops of the library's exp.
-inline float exp_of_negative(float x) {
-    float t = std::max(x, -87.0f) * 1.44269504f;
-    float n = std::floor(t + 0.5f), f = (t - n) * 0.693147181f;
-    float series = 0.00138888889f;
-    for (float term : {0.00833333333f, 0.0416666667f, 0.166666667f, 0.5f, 1.0f, 1.0f}) series = series * f + term;
-    int32_t bits = (int32_t(n) + 127) << 23;
-    float power;
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline Words bits_of(Floats x) { return (Words)x; }
+
+// e^x for -87 <= x <= 87, of a number or of each lane: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by a
+// polynomial with a relative error of 1e-7. Compilers vectorise loops of it, unlike loops of the library's exp.
+template <class V> inline V exp_within(V x) {
+    constexpr float ROUND = 0x1.8p23f + 127;  // a sum with it has no fraction, and n + 127 in its lowest bits
+    V t = x * 1.44269504f, shifted = t + ROUND, f = t - (shifted - ROUND), series = V{} + 0.00132647273f;
+    for (float term : {0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) series = series * f + term;
+    auto bits = bits_of(shifted) << 23;
+    V power;
     memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : series * power;
+    return series * power;
+}
+
+// e^x for x <= 0, and up to 87; below -87 it is 0.
+template <class V> inline V exp_of_negative(V x) {
+    V power = exp_within(x < -87.0f ? V{} - 87.0f : x);
+    return x < -87.0f ? V{} : power;
 }
 
 // Scratch memory of a thread, kept between calls to avoid allocations.
@@ -261,7 +293,12 @@ struct Bfloat16Words {
     static void words(const float *from, long size, X *to) {
         typedef uint16_t __attribute__((may_alias)) Half;
         auto *halves = reinterpret_cast<Half *>(to);
-        for (long i = 0; i < size; i++) halves[i] = narrow<bfloat16>(from[i]).bits;
+        long i = 0;
+        for (; i + 32 <= size; i += 32) {  // subnormal numbers become 0, as in the product
+            auto numbers = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+            memcpy(halves + i, &numbers, sizeof numbers);
+        }
+        for (; i < size; i++) halves[i] = narrow<bfloat16>(from[i]).bits;
     }
     static Weights weights(const char *line) { return (Weights)load<IntWords>(line); }
     static Factor factor(X x) { return (Factor)(IntWords{} + int32_t(x)); }
@@ -504,25 +541,40 @@ template <class T, class Activate> void gate_mul(const Gate &a, const Activate &
     auto *gate_up = static_cast<const T *>(a.gate_up);
     auto *out = static_cast<T *>(a.out);
     long num_rows = a.num_rows, size = a.size;
+    auto take = [&](const T *gate, const T *up, T *to) {
+        Floats gates[PARTS<T>], ups[PARTS<T>];
+        spread(gate, gates), spread(up, ups);
+        for (int p = 0; p < PARTS<T>; p++) gates[p] = activate(gates[p]) * ups[p];
+        join(gates, to);
+    };
     parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const T *gate = gate_up + row * 2 * size, *up = gate + size;
-        for (long i = 0; i < size; i++) out[row * size + i] = narrow<T>(activate(wide(gate[i])) * wide(up[i]));
+        T *to = out + row * size;
+        long i = 0;
+        for (; i + WIDTH<T> <= size; i += WIDTH<T>) take(gate + i, up + i, to + i);
+        if (i == size) return;
+        T rest[3][WIDTH<T>] = {};
+        std::copy(gate + i, gate + size, rest[0]), std::copy(up + i, up + size, rest[1]);
+        take(rest[0], rest[1], rest[2]);
+        std::copy_n(rest[2], size - i, to + i);
     });
 }
 
-// g / (1 + e^-x)
-inline float sigmoid_times(float g, float x) {
-    float e = exp_of_negative(-std::fabs(x));
-    return g * (x < 0 ? e : 1.0f) / (1.0f + e);
+// g / (1 + e^-x); 0 for x < -87
+inline Floats sigmoid_times(Floats g, Floats x) {
+    Floats low = Floats{} - 87.0f, high = Floats{} + 87.0f, bounded = x < low ? low : x;
+    bounded = bounded > high ? high : bounded;
+    Floats share = 1.0f / (1.0f + exp_within(-bounded));
+    return g * (x < low ? Floats{} : share);
 }
 
 template <class T> void silu_mul(const Gate &a) {
-    gate_mul<T>(a, [](float g) { return sigmoid_times(g, g); });
+    gate_mul<T>(a, [](Floats g) { return sigmoid_times(g, g); });
 }
 
 // The tanh approximation: x = 2 sqrt(2 / pi) (g + 0.044715 g^3). Rounded as torch rounds it.
 template <class T> void gelu_mul(const Gate &a) {
-    gate_mul<T>(a, [](float g) { return rounded<T>(sigmoid_times(g, 1.59576912f * (g + 0.044715f * g * g * g))); });
+    gate_mul<T>(a, [](Floats g) { return rounded<T>(sigmoid_times(g, 1.59576912f * (g + 0.044715f * g * g * g))); });
 }
 
 // torch's operations on numbers, of rows that may be apart.
