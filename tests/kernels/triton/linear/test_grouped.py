@@ -89,8 +89,7 @@ def test_products_of_any_number_of_rows(form: GroupForm, num_rows: int) -> None:
     check(make_groups(form, 136, 512), num_rows)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="another kernel on a GPU: Hopper's")
-@pytest.mark.parametrize("num_rows", [65, 300])
+@pytest.mark.parametrize("num_rows", [20] if INTERPRETED else [65, 300])  # the interpreter has one kernel for all
 @pytest.mark.parametrize(("form", "num_out", "num_in"), [(f, 8 * n, k) for f, n, k in FORMS if not f.is_float], ids=str)
 def test_products_of_many_rows(form: GroupForm, num_out: int, num_in: int, num_rows: int) -> None:
     for scales in (torch.float16, torch.bfloat16):
