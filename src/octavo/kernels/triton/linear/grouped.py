@@ -234,7 +234,7 @@ class GroupedWeight:
 
     def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         """The product with a gated MLP's activation of gate_up [num_rows, 2 * num_in]; float8 does not store it."""
-        few = len(gate_up) <= max(self._max_streamed, MAX_ROWS_TWO_PARTS)
+        few = len(gate_up) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
         if few or not (self.form.is_float and multiplies_float8(gate_up.device, self.kind == "row")):
             return self(silu_mul(gate_up) if gate == "silu" else gelu_mul(gate_up), bias)
         return self._by_float8(gate_up, bias, None, gate)
@@ -280,7 +280,7 @@ class GroupedWeight:
     @property
     def max_small_batch_tokens(self) -> int:
         if kernels_for(self.words.device).hopper:
-            return self._max_streamed
+            return MAX_HOPPER_TOKENS_GROUPED[self.format]
         return MAX_ROWS_TWO_PARTS if self.form.is_float else MAX_SMALL_BATCH_GROUPED
 
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -329,13 +329,10 @@ class GroupedWeight:
     def _hopper_tuning(self, num_out: int, num_tokens: int, gated: bool) -> HopperTuning:
         return grouped_hopper_tuning(num_out, self.num_in, self.form.bits, self.scaled_inputs, num_tokens, gated)
 
-    @property
-    def _max_streamed(self) -> int:
-        return MAX_HOPPER_TOKENS_GROUPED["int8" if self.kind == "row" else self.format]
-
     def _streams(self, x: Tensor, out: Tensor | None) -> bool:
         """True if Hopper's kernel for few rows computes the product, into a whole tensor."""
-        return len(x) <= self._max_streamed and (out is None or out.is_contiguous()) and _fits_hopper(x)
+        few = len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
+        return few and (out is None or out.is_contiguous()) and _fits_hopper(x)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ QKV_HEAD_DIMS = (64, 128)
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
 MAX_HOPPER_TOKENS_GROUPED = {"int4": 64, "int8": 64, "float8": 32}
-"""Up to so many tokens Hopper's kernel for few is the fastest, by format; of float8 with a scale a row, up to 64."""
+"""Up to so many tokens Hopper's kernel for few is the fastest, by format."""
 MAX_ROWS_TWO_PARTS = 16
 """Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
 MIN_ROWS_CUBLAS = 1024
