@@ -70,9 +70,13 @@ def test_products_of_llama_8b_fit(format: str, planes: str, shape: tuple[int, in
         ("float8", "row", 128),
     ],
 )
-def test_every_kind_of_planes_compiles(format: str, planes: str, columns: int) -> None:
+def test_a_step_is_read_before_the_next_is_copied_to_its_place(format: str, planes: str, columns: int) -> None:
+    """A read may still be on its way when its warp comes to a barrier: without the fence, a copy overtakes it."""
     for num_tokens in (3, 20):
-        compile_product(format, planes, columns, 4096, 4096, "", num_tokens)
+        ptx = compile_product(format, planes, columns, 4096, 4096, "", num_tokens)[0].asm["ptx"]
+        free = ptx.index("mbarrier.arrive.shared")
+        read = max(ptx.rfind(name, 0, free) for name in ("ld.shared", "ldmatrix"))
+        assert 0 < read < ptx.rindex("fence.proxy.async", 0, free) < ptx.rindex("bar.sync", 0, free)
 
 
 def test_all_programs_of_a_product_are_resident() -> None:

@@ -297,6 +297,7 @@ def sum_products(
                 up, word_tiles.index(stage * HALVES + 1), plane_tiles, (stage * HALVES + 1) * NUM_PLANES, x_tiles,
                 stage * GROUPS, FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP,
             )  # fmt: skip
+        fence_async_shared()  # else a copy may arrive before a read that was issued earlier
         gl.thread_barrier()  # all warps have read the step
         mbarrier.arrive(free.index(stage), count=1)
     if PLANES == "row":
