@@ -146,12 +146,16 @@ def test_small_batches_are_batch_invariant(
             )
 
 
-def test_native_products_are_batch_invariant(backend: str) -> None:
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_native_products_are_batch_invariant(backend: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend not in ("native", *MARCHES):
         pytest.skip("not guaranteed by oneDNN and torch")
     packed_weight = TiledWeight(torch.randn(100, 4300).bfloat16(), "native")
     x = torch.randn(530, 4300).bfloat16()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     whole = packed_weight(x, None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # each has a chunk of rows
+    assert torch.equal(packed_weight(x, None), whole)
     for first, last in ((0, 1), (529, 530), (255, 257), (100, 356), (3, 520)):
         assert torch.equal(packed_weight(x[first:last], None), whole[first:last])
 

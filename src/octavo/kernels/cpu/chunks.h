@@ -62,9 +62,8 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
     long words = size / 2, tiles = (size + 63) / 64, num_rows = (last - first) * a.group, stride = num_rows * 64;
     long before = a.seq_lens[seq] - a.counts[seq];  // keys before the chunk
 
-    float *memory = scratch<4>(tiles * stride + words * KEY_TILE + tiles * KEY_PAIRS * 64 +
-                               num_rows * words * sizeof(Word) / 4 + (LANES + 1) * num_rows + 32);
-    auto *weighted = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);  // [tiles, rows, 64]
+    float *weighted = scratch<4>(tiles * stride + words * KEY_TILE + tiles * KEY_PAIRS * 64 +
+                                 num_rows * words * sizeof(Word) / 4 + (LANES + 1) * num_rows);  // [tiles, rows, 64]
     auto *keys = reinterpret_cast<uint32_t *>(weighted + tiles * stride);    // [words, KEY_TILE]
     auto *values = keys + words * KEY_TILE;                                  // [tiles, KEY_PAIRS, 64]
     auto *total = reinterpret_cast<Floats *>(values + tiles * KEY_PAIRS * 64);  // [rows], each lane of some keys

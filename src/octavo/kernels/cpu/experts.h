@@ -204,8 +204,7 @@ template <class T> void plain_products(const Experts &a, Pairs &pairs, float *y)
     typedef Dot<T> D;
     typedef typename D::X X;
     long stride = (a.num_in + D::STEP - 1) / D::STEP * D::STEP, num_rows = pairs.num_rows();
-    auto memory = reinterpret_cast<uintptr_t>(scratch<2>(num_rows * stride * sizeof(X) / sizeof(float) + 16));
-    auto *x = reinterpret_cast<X *>((memory + 63) / 64 * 64);
+    auto *x = reinterpret_cast<X *>(scratch<2>(num_rows * stride * sizeof(X) / sizeof(float)));
     parallel_for(num_rows, num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const T *from = static_cast<const T *>(a.x) + row * a.num_in;
         long k = 0;

@@ -363,8 +363,7 @@ template <class Shape> struct Runs {
 
 // Memory for rows of x in int8, which are cut into runs `num` times.
 template <class K> char *memory_of_x(const GroupedSizes<K> &sizes, long num_rows, long num) {
-    auto memory = reinterpret_cast<uintptr_t>(scratch<2>((num_rows + num * PADDING) * sizes.row_bytes / sizeof(float) + 16));
-    return reinterpret_cast<char *>((memory + 63) / 64 * 64);
+    return reinterpret_cast<char *>(scratch<2>((num_rows + num * PADDING) * sizes.row_bytes / sizeof(float)));
 }
 
 // use(the shape for so many rows)

@@ -242,11 +242,31 @@ template <class V> inline V exp_of_negative(V x) {
     return x < -87.0f ? V{} : power;
 }
 
-// Scratch memory of a thread, kept between calls to avoid allocations.
+// Rows of sums -> numbers of their dtype.
+inline void narrow_row(const float *from, long size, float *to) { memcpy(to, from, size * sizeof *from); }
+
+inline void narrow_row(const float *from, long size, bfloat16 *to) {
+    long i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 32 <= size; i += 32) {  // subnormal numbers become 0, as in the product
+        auto numbers = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+        memcpy(to + i, &numbers, sizeof numbers);
+    }
+#endif
+    for (; i < size; i++) {
+        auto number = narrow<bfloat16>(from[i]);
+        memcpy(to + i, &number, sizeof number);  // `words` reads pairs
+    }
+}
+
+// Scratch memory of a thread, kept between calls to avoid allocations. It begins at a cache line.
 template <int USE> inline float *scratch(size_t size) {
-    static thread_local std::vector<float> memory;
-    if (memory.size() < size) memory.resize(size);
-    return memory.data();
+    struct alignas(64) Line {
+        float numbers[16];
+    };
+    static thread_local std::vector<Line> memory;
+    if (memory.size() * 16 < size) memory.resize((size + 15) / 16);
+    return reinterpret_cast<float *>(memory.data());
 }
 
 // Below this many numbers, waking another thread costs more than it saves.
@@ -291,14 +311,7 @@ struct Bfloat16Words {
     static constexpr int ROWS = 6;
 
     static void words(const float *from, long size, X *to) {
-        typedef uint16_t __attribute__((may_alias)) Half;
-        auto *halves = reinterpret_cast<Half *>(to);
-        long i = 0;
-        for (; i + 32 <= size; i += 32) {  // subnormal numbers become 0, as in the product
-            auto numbers = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
-            memcpy(halves + i, &numbers, sizeof numbers);
-        }
-        for (; i < size; i++) halves[i] = narrow<bfloat16>(from[i]).bits;
+        narrow_row(from, size, reinterpret_cast<bfloat16 *>(to));
     }
     static Weights weights(const char *line) { return (Weights)load<IntWords>(line); }
     static Factor factor(X x) { return (Factor)(IntWords{} + int32_t(x)); }
@@ -384,20 +397,19 @@ template <class K> struct Rows {
 template <class K, int TILE, class Y> void tiled_product(const Linear &a, const Rows<K> &x, long first, long last, Y *y) {
     constexpr long LINES = TILE * 4 / 64;
     long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + 1) / 2;
-    long num_rows = last - first, block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
-    long num_blocks = (num_rows + block_rows - 1) / block_rows;
-    bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
+    long num_chunks = (last - first + MAX_CHUNK - 1) / MAX_CHUNK;
     constexpr long max_count = STEP_BYTES / (4 * TILE);
-    bool keeps_sums = num_blocks > 1 && num_steps > max_count;
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
-    parallel_for(num_tiles, a.num_threads, [&](long t) {
+    parallel_for(num_chunks * num_tiles, a.num_threads, [&](long i) {
+        long t = i % num_tiles, begin = i / num_tiles * MAX_CHUNK;
+        long num_rows = std::min(MAX_CHUNK, last - first - begin);
+        long block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
+        long num_blocks = (num_rows + block_rows - 1) / block_rows;
+        bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
+        bool keeps_sums = num_blocks > 1 && num_steps > max_count;
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * 2;
         alignas(64) FloatWords few[FEW_ROWS<K> * TILE / WORDS];
-        FloatWords *sums = nullptr;
-        if (keeps_sums) {
-            auto memory = reinterpret_cast<uintptr_t>(scratch<3>(num_rows * TILE + 16));
-            sums = reinterpret_cast<FloatWords *>((memory + 63) / 64 * 64);
-        }
+        FloatWords *sums = keeps_sums ? reinterpret_cast<FloatWords *>(scratch<3>(num_rows * TILE)) : nullptr;
         long width = std::min<long>(TILE, a.num_out - t * TILE);
         const bfloat16 *bias = a.bias ? a.bias + t * TILE : nullptr;
         for (long k = 0; k < num_steps; k += max_count) {
@@ -411,16 +423,16 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
                 long row = block * block_rows, rows = std::min<long>(block_rows, num_rows - row);
                 FloatWords *own = keeps_sums ? sums + row * (TILE / WORDS) : few;
                 if (!k) std::fill_n(own, rows * (TILE / WORDS), FloatWords{});
-                Y *out = y + (first + row) * a.y_stride + t * TILE;
+                Y *out = y + (first + begin + row) * a.y_stride + t * TILE;
                 bool is_last = k + count == num_steps;
                 for (long r = 0; is_last && r < rows; r++)  // stores would wait for their lines, and products for stores
                     for (long i = 0; i < TILE; i += 64 / sizeof(Y)) __builtin_prefetch(out + r * a.y_stride + i, 1);
-                take_rows<K, TILE>(rows, now, x.words + row * x.stride + k, x.stride, count, own, ahead, lines);
+                take_rows<K, TILE>(rows, now, x.words + (begin + row) * x.stride + k, x.stride, count, own, ahead, lines);
                 for (long r = 0; is_last && r < rows; r++) {
                     alignas(64) float values[TILE];
                     memcpy(values, own + r * (TILE / WORDS), sizeof values);
-                    for (long i = 0; i < width; i++)
-                        out[r * a.y_stride + i] = narrow<Y>(bias ? values[i] + wide(bias[i]) : values[i]);
+                    for (long i = 0; bias && i < width; i++) values[i] += wide(bias[i]);
+                    narrow_row(values, width, out + r * a.y_stride);
                 }
             }
         }
@@ -447,8 +459,9 @@ template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num
 }
 
 template <class K, int TILE> void linear(const Linear &a) {
-    for (long first = 0; first < a.num_rows; first += MAX_CHUNK) {
-        long last = std::min(a.num_rows, first + MAX_CHUNK);
+    long step = MAX_CHUNK * a.num_threads;  // a chunk for each thread: none waits for another's tile in between
+    for (long first = 0; first < a.num_rows; first += step) {
+        long last = std::min(a.num_rows, first + step);
         Rows<K> x = words_of<K>(a, a.x + first * a.num_in, last - first);
         if (a.float32_out)
             tiled_product<K, TILE>(a, x, first, last, static_cast<float *>(a.y));

@@ -164,8 +164,7 @@ template <class T> void delta_rule(const DeltaRule &a) {
     });
     parallel_for(states.num_seqs * a.num_heads, is_large ? a.num_threads : 1, [&](long unit) {
         long s = unit / a.num_heads, h = unit % a.num_heads, key_head = h / group;
-        auto memory = reinterpret_cast<uintptr_t>(scratch<1>(rows * STRIP + 16));
-        auto *strip = reinterpret_cast<Floats *>((memory + 63) / 64 * 64);
+        auto *strip = reinterpret_cast<Floats *>(scratch<1>(rows * STRIP));
         for (long begin = states.begin(s); begin < states.end(s); begin += STEPS)
             for (long c = 0; c < a.value_dim; c += STRIP) {
                 long end = std::min(begin + STEPS, states.end(s)), width = std::min(STRIP, a.value_dim - c);
