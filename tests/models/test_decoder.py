@@ -246,6 +246,10 @@ class PlainPathMLP:
         self.num_tokens.append(len(x))
         return self.mlp(x)
 
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = reference.add_rms_norm(x, residual, norm, eps)
+        return self(normed), total
+
 
 class OtherDecoder(Decoder):
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:

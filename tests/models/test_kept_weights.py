@@ -73,6 +73,13 @@ class Fused(Kept):
         self.calls.append("gated")
         return self(reference.silu_mul(gate_up) if gate == "silu" else reference.gelu_mul(gate_up), bias)
 
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("add_norm_linear")
+        normed, total = reference.add_rms_norm(x, residual, norm, eps)
+        return self(normed, bias), total
+
     def project_qkv(
         self, residual: NormedResidual, eps: float, bias: Tensor | None, *args: Tensor | RaggedBatch, **norms: Any
     ) -> Tensor:
@@ -222,7 +229,7 @@ def test_few_rows_use_fused_products(kind: str, mixed: str, tmp_path: Path) -> N
     Fused.calls.clear()
     assert_same_logits(path, KeepingOps(kept=Fused))
     model = load_tiny(path, KeepingOps(kept=Fused), linear_method=PackedMethod)  # type: ignore[arg-type]
-    expected = {"project_qkv", "norm_linearsilu", "add_linear", "gated"}
+    expected = {"project_qkv", "norm_linearsilu", "add_linear", "gated", "add_norm_linear"}
     assert model.max_small_batch_tokens == 6 and set(Fused.calls) == expected
     qkv, gate_up = Fused.calls.count("project_qkv"), Fused.calls.count("norm_linearsilu")
     num_layers = len(model.layers)  # type: ignore[attr-defined]

@@ -188,6 +188,12 @@ class FusedWeight(PackedWeight, Protocol):
         """The product with a gated MLP's activation, `reference.silu_mul` or `gelu_mul`, for any number of rows."""
         ...
 
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the product with the norm, the sum) of `reference.add_rms_norm`, for any number of rows."""
+        ...
+
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
         """See `reference.norm_linear`."""
         ...

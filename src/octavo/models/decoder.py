@@ -41,29 +41,30 @@ class DecoderLayer:
 
         rows  [num_rows] int64, the tokens of the result, [num_rows, hidden_size]: no MLP sees the others. None: all
         """
-        x, residual = self._add_norm(x, residual, self.attention_norm)
-        x = self.attention(x, batch, kv_layer, cos_sin)
+        projected, residual = self._after_norm(self.attention.qkv, x, residual, self.attention_norm)
+        x = self.attention(projected, batch, kv_layer, cos_sin)
         if rows is not None:
             x, residual = x[rows], residual[rows]
             if not len(rows):  # a chunk that is not a prompt's last
                 return x, residual
         if self.after_attention is not None:
             x = self.ops.rms_norm(x, self.after_attention, self.eps)
-        x, residual = self._add_norm(x, residual, self.mlp_norm)
-        x = self._transform(x, residual)
+        x, residual = self._transform(x, residual)
         if self.after_mlp is not None:
             x = self.ops.rms_norm(x, self.after_mlp, self.eps)
         return x, residual
 
-    def _transform(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The MLP. x: normalised; residual: before the norm"""
-        return self.mlp(x)
+    def _transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The addition, the norm and the MLP -> (the MLP's output, the sum)."""
+        return self._after_norm(self.mlp, x, residual, self.mlp_norm)
 
-    def _add_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _after_norm(
+        self, part: Linear | MLP, x: Tensor, residual: Tensor, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if norm is not None:
-            return self.ops.add_rms_norm(x, residual, norm, self.eps)
+            return part.after_norm(x, residual, norm, self.eps)
         x = x + residual
-        return x, x
+        return part(x), x
 
     def forward_small_batch(
         self, residual: NormedResidual, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, next_norm: Tensor

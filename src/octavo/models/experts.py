@@ -63,6 +63,10 @@ class Experts:
         y = self._partial(x)
         return y if self.tp.all_reduce is None else self.tp.all_reduce(y)
 
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = self.ops.add_rms_norm(x, residual, norm, eps)
+        return self(normed), total
+
     def _route(self, x: Tensor) -> Routing:
         spec = self.spec
         return self.ops.route(

@@ -27,10 +27,9 @@ class NormedAttention(Attention):
         self.shares_kv = spec.shares_kv
         self.v_norm = torch.ones(spec.head_dim, dtype=factory.dtype, device=factory.device)
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        projected = self.qkv(x)
+    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         if self.shares_kv:
-            heads = projected.view(len(x), -1, len(self.v_norm))
+            heads = projected.view(len(projected), -1, len(self.v_norm))
             q, k = torch.split(heads, [heads.shape[1] - kv_layer.shape[2], kv_layer.shape[2]], dim=1)
             v = k
         else:
@@ -90,13 +89,13 @@ class ScaledLayer(DecoderLayer):
         x, residual = super().__call__(x, residual, batch, kv_layer, cos_sin, rows)
         return (x + residual).mul_(self.factor), torch.zeros_like(x)
 
-    def _transform(self, x: Tensor, residual: Tensor) -> Tensor:
-        x = self.mlp(x)
+    def _transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = super()._transform(x, residual)
         if self.experts is None:
-            return x
+            return x, residual
         outputs = {"after_dense": x, "after_experts": self.experts(residual)}
         dense, chosen = (self.ops.rms_norm(y, self.norms[role], self.eps) for role, y in outputs.items())
-        return dense + chosen
+        return dense + chosen, residual
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from super().weights(prefix)

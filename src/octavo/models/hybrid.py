@@ -19,8 +19,8 @@ from octavo.models.spec import HybridSpec
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate."""
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        return self.out(self._attend_gated(self.qkv(x), batch, kv_layer, cos_sin))
+    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        return self.out(self._attend_gated(projected, batch, kv_layer, cos_sin))
 
     def forward_small_batch(
         self,
@@ -67,9 +67,9 @@ class GatedDeltaNet:
         self.first = index * own.layer_state_size
         self.first_matrix = self.first + own.conv_channels * (own.conv_size - 1)
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; states [num_blocks + 1, numbers of a block]."""
-        return self.out(self._mix(self.qkv(x), batch, states))
+    def __call__(self, projected: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
+        """projected: of `qkv` -> [num_tokens, hidden_size]; states [num_blocks + 1, numbers of a block]."""
+        return self.out(self._mix(projected, batch, states))
 
     @property
     def max_small_batch_tokens(self) -> int:

@@ -74,9 +74,9 @@ class Attention:
             JointNorms(spec, factory.tp, norms["joint_q"], norms["joint_k"]) if "joint_q" in norms else None
         )
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
-        q, k, v = split_heads(self.qkv(x), kv_layer)
+    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        """projected: of `qkv` -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
+        q, k, v = split_heads(projected, kv_layer)
         if self.joint_norms is not None:
             self.joint_norms(self.ops, q, k)
         q = self.ops.rope_kv_write(
@@ -115,15 +115,20 @@ class Attention:
 
 
 class Mixer(Protocol):
-    """The part of a decoder layer that sees other tokens: attention, or a recurrence."""
+    """The part of a decoder layer that sees other tokens: attention, or a recurrence.
+
+    qkv  its first projection, which alone reads its input
+    """
+
+    qkv: Linear
 
     @property
     def max_small_batch_tokens(self) -> int:
         """As of `MLP`."""
         ...
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same shape. memory: the layer's K and V, or its states; modified"""
+    def __call__(self, projected: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
+        """projected: of `qkv` -> [num_tokens, hidden_size]. memory: the layer's K and V, or its states; modified"""
         ...
 
     def forward_small_batch(
@@ -154,6 +159,10 @@ class MLP(Protocol):
         """x [num_tokens, hidden_size] -> the same shape."""
         ...
 
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(itself for the RMS norm of x + residual, the sum)."""
+        ...
+
     def forward_small_batch(
         self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
     ) -> NormedResidual:
@@ -178,6 +187,10 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down.reduced(self.partial(x))
+
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        gate_up, total = self.gate_up.after_norm(x, residual, norm, eps)
+        return self.down.reduced(self.down.gated_partial(gate_up, self.gate)), total
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the output."""

@@ -171,6 +171,10 @@ class Linear:
         """This rank's part of the output."""
         return self.method.apply(x, self.bias)
 
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(this layer's output for the RMS norm of x + residual, the sum); its inputs are not split."""
+        return self.method.add_norm_linear(x, residual, norm, eps, self.bias)
+
     def gated_partial(self, gate_up: Tensor, gate: Gate) -> Tensor:
         """The same for a gated MLP's activation of gate_up [num_tokens, 2 * own.in_size]."""
         return self.method.gated(gate_up, self.bias, gate)

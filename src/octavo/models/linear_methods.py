@@ -122,6 +122,13 @@ class LinearMethod:
         """`apply` for a gated MLP's activation of gate_up [num_tokens, 2 * num_in]."""
         return self.apply(self.ops.silu_mul(gate_up) if gate == "silu" else self.ops.gelu_mul(gate_up), bias)
 
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(`apply` for the RMS norm of x + residual, the sum)."""
+        normed, total = self.ops.add_rms_norm(x, residual, norm, eps)
+        return self.apply(normed, bias), total
+
     def experts_out(self, x: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
         """See `kernels.reference.experts_out`."""
         return self.ops.experts_out(x, self.weight, bias, routing, self.num_experts)
@@ -358,6 +365,12 @@ class PackedMethod(PlainMethod):
 
     def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         return super().gated(gate_up, bias, gate) if self.fused is None else self.fused.gated(gate_up, bias, gate)
+
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        product = super().add_norm_linear if self.fused is None else self.fused.add_norm_linear
+        return product(x, residual, norm, eps, bias)
 
     # A model's path is its first layer's: a weight of another layer may have no fused products.
 

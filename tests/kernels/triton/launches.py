@@ -21,6 +21,7 @@ from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorSt
 from octavo.kernels.triton import invariant_ops, ops, reduce
 from octavo.kernels.triton.capability import kernels_for
 from octavo.kernels.triton.linear.grouped_kernels import quantise
+from octavo.kernels.triton.linear.norm_quantise import add_norm_quantise
 from tests.kernels.cpu.groups import make_groups
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -185,7 +186,7 @@ def quantised() -> None:
         GroupForm(8, 1024, is_float=True),
     ):
         values = torch.zeros(512, 1024, dtype=torch.uint8)
-        scales = torch.empty(512, 1024 // form.group_size, dtype=F32 if form.is_float else F16)
+        scales = torch.ones(512, 1024 // form.group_size, dtype=F32 if form.is_float else F16)
         zeros = torch.zeros(scales.shape, dtype=torch.uint8) if form.has_zeros else None
         values = values.view(torch.float8_e4m3fn) if form.is_float else values
         weight = ops.pack_groups(Groups(form, values, scales, zeros))
@@ -206,6 +207,12 @@ def quantised() -> None:
             gates: tuple[Gate, ...] = ("", "silu", "gelu")
             for gate in gates:
                 quantise(torch.empty(200, 1024, dtype=BF16), form.group_size, gate)
+            x = torch.empty(200, 1024, dtype=BF16)
+            if kernels_for(torch.device("cpu")).hopper:
+                for num_tokens in (300, 600) if form.group_size == 128 else (50, 100):
+                    weight._by_float8(torch.empty(num_tokens, 1024, dtype=BF16), torch.empty(512), None)
+            for dtype in (BF16, F32):
+                add_norm_quantise(x, x, torch.empty(1024, dtype=dtype), 1e-5, form.group_size)
 
 
 def experts() -> None:

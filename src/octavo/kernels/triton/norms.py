@@ -66,6 +66,15 @@ def _rms_norm(
     """ROWS rows of SIZE numbers. With ADD, of x + residual, which is rounded to its dtype and stored in `total`."""
     wait_for_predecessor(USE_PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    normed, offsets, mask = normed_rows(x, residual, weight, total, row, num_rows, eps, SIZE, COLUMNS, ADD)
+    tl.store(out + offsets, normed, mask=mask)
+
+
+@triton.jit
+def normed_rows(
+    x, residual, weight, total, row, num_rows, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """row [rows] -> their norms [rows, COLUMNS], zero from SIZE on, their offsets, and what of them there is."""
     column = tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     offsets = row[:, None] * SIZE + column[None, :]
@@ -82,4 +91,4 @@ def _rms_norm(
     if norm_weight.dtype == values.dtype:  # a wider weight is applied before rounding
         normed = normed.to(values.dtype).to(tl.float32)
     normed = normed * norm_weight.to(tl.float32)[None, :]
-    tl.store(out + offsets, normed.to(values.dtype), mask=mask)
+    return normed.to(values.dtype), offsets, mask

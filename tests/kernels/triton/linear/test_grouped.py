@@ -19,6 +19,7 @@ from octavo.kernels.triton.linear import grouped
 from octavo.kernels.triton.linear.grouped import GroupedWeight, float8_columns
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 from octavo.kernels.triton.linear.tuning import GroupedTuning
+from octavo.kernels.triton.norms import add_rms_norm
 from tests.kernels.pool import norm_error, relative_error
 from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED
 
@@ -123,6 +124,30 @@ def test_an_activation_is_rounded_to_float8_without_being_stored(size: int, gate
     weight = pack(make_groups(GroupForm(8, size, is_float=True), 200, 384))
     for num_rows in (3, 70):
         assert torch.equal(weight.gated(gate_up[:num_rows], None, gate), weight(activated[:num_rows], None))
+
+
+def multiply(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, by_row: bool, dtype: torch.dtype) -> Tensor:
+    """`grouped.float8_product` in float32."""
+    wide, other = (
+        values.float().view(len(values), len(planes), -1) * planes.T.unsqueeze(2)
+        for values, planes in ((x, x_scales), (weight, scales))
+    )
+    return (wide.flatten(1) @ other.flatten(1).T).to(dtype)
+
+
+@pytest.mark.parametrize("size", [128, 384])
+def test_a_norm_is_rounded_to_float8_without_being_stored(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows the norm is stored, and x is not rounded as a whole."""
+    if INTERPRETED:
+        monkeypatch.setattr(grouped, "multiplies_float8", lambda device, by_row: True)
+        monkeypatch.setattr(grouped, "float8_product", multiply)
+    weight = pack(make_groups(GroupForm(8, size, is_float=True), 200, 384))
+    norm, bias = (torch.rand(n, device=DEVICE).to(HALF) for n in (384, 200))
+    for num_rows in (3, 40):
+        x, residual = torch.randn(2, num_rows, 384, device=DEVICE).to(HALF)
+        y, total = weight.add_norm_linear(x, residual, norm, 1e-5, bias)
+        normed, expected_total = add_rms_norm(x, residual, norm, 1e-5)
+        assert torch.equal(y, weight(normed, bias)) and torch.equal(total, expected_total)
 
 
 @pytest.mark.parametrize("num_rows", [3, 70])

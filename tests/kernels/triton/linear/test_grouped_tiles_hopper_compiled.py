@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +17,6 @@ from octavo.kernels.triton.linear import grouped_tiles_hopper, tuning
 from octavo.kernels.triton.linear.grouped import GroupedWeight, pack_groups
 from octavo.kernels.triton.linear.tuning import TilesTuning
 from tests.kernels.triton.compiled import SHARED_BYTES, fake_gpu, list_launches, record_launches, register_usage
-
-MIN_STEPS, BOUNDARY = grouped_tiles_hopper.MIN_STEPS.value, grouped_tiles_hopper._boundary.fn
 
 
 def packed(form: GroupForm, num_out: int, num_in: int, scales: torch.dtype) -> GroupedWeight:
@@ -83,43 +78,6 @@ def test_unpacking_takes_few_instructions() -> None:
     words = 2 * 16  # of a thread: two groups of warps
     assert len(re.findall("HMUL2", code)) == 4 * words and "F2F." not in code
     assert len(re.findall("HFMA2|HADD2", code)) <= 4 * words + 8
-
-
-def share_of_each_program(
-    patch: pytest.MonkeyPatch, num_programs: int, num_tiles: int, num_steps: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    """A program's items (tile, first step, end), by the kernel's own functions."""
-    module, programs = grouped_tiles_hopper, [0]
-    language = SimpleNamespace(
-        minimum=min,
-        maximum=max,
-        where=lambda condition, yes, no: yes if condition else no,
-        num_programs=lambda axis: num_programs,
-        program_id=lambda axis: programs[0],
-    )
-    patch.setattr(module, "gl", language)
-    patch.setattr(module, "MIN_STEPS", MIN_STEPS)
-    patch.setattr(module, "_boundary", BOUNDARY)
-    for programs[0] in range(num_programs):
-        rounds, _, _, begin, end = module._share.fn(num_tiles, num_steps)
-        items = range(module._num_items.fn(rounds, begin, end, num_steps))
-        yield [module._load_item.fn(item, rounds, begin, end, num_steps) for item in items]
-
-
-def test_every_step_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most a program's first item of the last round begins within a tile: there is room for one's sums."""
-    for num_sms in (1, 3, 132):
-        for num_tiles, num_steps in itertools.product(
-            (*range(1, 30), 96, 131, 132, 133, 300), (1, 2, 3, 4, 5, 32, 112)
-        ):
-            programs = min(num_sms, max(num_tiles, num_tiles * num_steps // MIN_STEPS))
-            steps: set[tuple[int, int]] = set()
-            for items in share_of_each_program(monkeypatch, programs, num_tiles, num_steps):
-                own = {(tile, step) for tile, first, stop in items for step in range(first, stop)}
-                assert items and not own & steps and all(first < stop <= num_steps for _, first, stop in items)
-                assert sum(first > 0 for _, first, _ in items) <= 1
-                steps |= own
-            assert len(steps) == num_tiles * num_steps and max(steps) == (num_tiles - 1, num_steps - 1)
 
 
 def test_launch_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

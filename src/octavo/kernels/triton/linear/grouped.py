@@ -2,7 +2,7 @@
 
     form                           up to a limit of rows     more rows
     integers, on Hopper            `grouped_hopper`          `grouped_tiles_hopper`
-    float8_e4m3fn, on Hopper       `grouped_hopper`          as below
+    float8_e4m3fn, on Hopper       `grouped_hopper`          as below, or `float8_tiles_hopper`
     4 bits, 8 bits                 `grouped_product`         `dequantise` a part of the weight, cuBLAS
     float8_e4m3fn, on Hopper, Ada  `grouped_product`,        x in float8: `quantise`, cuBLAS; without it,
                                    x in 2 parts              `grouped_product`
@@ -52,6 +52,7 @@ from octavo.kernels.triton.linear.grouped_kernels import (
     grouped_product,
     quantise,
 )
+from octavo.kernels.triton.linear.norm_quantise import add_norm_quantise
 from octavo.kernels.triton.linear.skinny import finished_counters
 from octavo.kernels.triton.linear.tuning import (
     CUBLAS_WEIGHT_BYTES,
@@ -61,11 +62,13 @@ from octavo.kernels.triton.linear.tuning import (
     MIN_ROWS_CUBLAS,
     GroupedTuning,
     HopperTuning,
+    float8_tiles_tuning,
     fuses_qkv,
     grouped_hopper_tuning,
     grouped_tiles_tuning,
     grouped_tuning,
 )
+from octavo.kernels.triton.norms import add_rms_norm
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -100,9 +103,14 @@ def pack_groups(groups: Groups) -> PackedHead | None:
     columns = 128 if by_row else size
     rows, width = cdiv(num_out, TILE_OUTPUTS) * TILE_OUTPUTS, columns * (2 if paired else 1)
     width = cdiv(num_in, width) * width
+    blocks = by_row
+    if form.is_float and not by_row:
+        firsts = scales[::TILE_OUTPUTS].repeat_interleave(TILE_OUTPUTS, 0)
+        blocks = torch.equal(firsts[:num_out], scales)
+        scales = torch.cat([scales, scales[-1:].expand(rows - num_out, -1)])
 
     def padded(plane: Tensor, num: int) -> Tensor:
-        return F.pad(plane, (0, num - plane.shape[1], 0, rows - num_out))
+        return F.pad(plane, (0, num - plane.shape[1], 0, rows - len(plane)))
 
     values = padded(groups.values.view(torch.uint8), width)
     if form.is_float:
@@ -121,7 +129,7 @@ def pack_groups(groups: Groups) -> PackedHead | None:
         planes = padded(scales.float(), width // columns).view(torch.int32).T.contiguous()
     kind = "row" if by_row else "pair" if paired else "zero" if zeros is not None else "wide"
     words = words.view(rows // TILE_OUTPUTS, -1)
-    return GroupedWeight(form, num_out, num_in, words, planes, kind, columns, scales.dtype)
+    return GroupedWeight(form, num_out, num_in, words, planes, kind, columns, scales.dtype, blocks)
 
 
 def float8_columns(values: Tensor) -> Tensor:
@@ -179,6 +187,7 @@ class GroupedWeight:
              zero  a scale, and a zero in the upper half
              wide  a scale in float32
     columns  inputs of a group; with one group, inputs of a step
+    blocks   128 outputs have the same scales, or one group
     """
 
     form: GroupForm
@@ -189,6 +198,7 @@ class GroupedWeight:
     kind: str
     columns: int
     scales_dtype: torch.dtype
+    blocks: bool
 
     @property
     def nbytes(self) -> int:
@@ -198,6 +208,11 @@ class GroupedWeight:
     def scaled_inputs(self) -> int:
         """Inputs of a step at least: of a group, or of a pair."""
         return self.columns * (2 if self.kind == "pair" else 1)
+
+    @property
+    def float8_group(self) -> int:
+        """Inputs of x that share a scale, where x is rounded to float8."""
+        return self.num_in if self.kind == "row" else FLOAT8_GROUP
 
     @property
     def format(self) -> str:
@@ -221,7 +236,7 @@ class GroupedWeight:
         parts = (2 if num_rows <= MAX_ROWS_TWO_PARTS else 1) if has_parts else 0
         streams = tuning is None and self._streams(x, out)
         if not float32_out and tuning is None and not streams:
-            if parts == 0 and self.num_out % 8 == 0 and _fits_hopper(x) and (out is None or _fits_hopper(out)):
+            if parts == 0 and self._tiles_fit(x, out):
                 return self._by_tiles(x, bias, out)
             if parts == 1 and multiplies_float8(x.device, self.kind == "row"):
                 return self._by_float8(x, bias, out)
@@ -234,10 +249,24 @@ class GroupedWeight:
 
     def gated(self, gate_up: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         """The product with a gated MLP's activation of gate_up [num_rows, 2 * num_in]; float8 does not store it."""
-        few = len(gate_up) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
-        if few or not (self.form.is_float and multiplies_float8(gate_up.device, self.kind == "row")):
+        if not self._rounds_input(gate_up):
             return self(silu_mul(gate_up) if gate == "silu" else gelu_mul(gate_up), bias)
         return self._by_float8(gate_up, bias, None, gate)
+
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the product with the RMS norm of x + residual, the sum); float8 does not store the norm."""
+        if not self._rounds_input(x):
+            normed, total = add_rms_norm(x, residual, norm, eps)
+            return self(normed, bias), total
+        rounded, total = add_norm_quantise(x, residual, norm, eps, self.float8_group)
+        return self._by_rounded(total, *rounded, bias, None), total
+
+    def _rounds_input(self, x: Tensor) -> bool:
+        """True if so many rows are rounded to float8 before a product; fewer may be, too, but not fused."""
+        many = len(x) > MAX_HOPPER_TOKENS_GROUPED[self.format]
+        return many and self.form.is_float and multiplies_float8(x.device, self.kind == "row")
 
     def dequantised(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Outputs [first, last) of the weight, rounded to dtype; first is a multiple of 128."""
@@ -334,6 +363,10 @@ class GroupedWeight:
         few = len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format]
         return few and (out is None or out.is_contiguous()) and _fits_hopper(x)
 
+    def _tiles_fit(self, x: Tensor, out: Tensor | None) -> bool:
+        """True if Hopper's kernels for many rows can read x and write out."""
+        return self.num_out % 8 == 0 and _fits_hopper(x) and (out is None or _fits_hopper(out))
+
     # -- launches ------------------------------------------------------------------------------------------------------
 
     def constants(self) -> dict[str, object]:
@@ -356,8 +389,18 @@ class GroupedWeight:
 
     def _by_float8(self, x: Tensor, bias: Tensor | None, out: Tensor | None, gate: Gate = "") -> Tensor:
         """gate: as of `quantise`"""
+        return self._by_rounded(x, *quantise(x, self.float8_group, gate), bias, out)
+
+    def _by_rounded(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """values, scales: of `quantise`    x: has the rows and dtype of the result"""
         by_row = self.kind == "row"
-        values, scales = quantise(x, self.num_in if by_row else FLOAT8_GROUP, gate)
+        tuning = float8_tiles_tuning(len(x), by_row) if self.blocks and self._tiles_fit(x, out) else None
+        if tuning is not None:
+            from octavo.kernels.triton.linear import float8_tiles_hopper  # only where the GPU has its instructions
+
+            out = x.new_empty(len(x), self.num_out) if out is None else out
+            float8_tiles_hopper.launch(self, values, scales, bias, tuning, out=out)
+            return out
         weight = self.words.view(len(self.words) * TILE_OUTPUTS, -1)
         planes = self.planes.view(1, -1) if by_row else self.planes.view(torch.float32)
         y = float8_product(values, weight, scales, planes, by_row, x.dtype)[: len(x), : self.num_out]

@@ -206,7 +206,7 @@ def _to_float8(wide):
 
 
 @triton.jit
-def _round_to_float8(xs):
+def round_to_float8(xs):
     """xs [tokens, inputs] -> numbers in float8, what rounding them left, times 16, and the tokens' scales [tokens].
 
     Scales are powers of two. So a number in bfloat16 is the sum of both parts unless it is 2^13 times smaller than the
@@ -235,7 +235,7 @@ def _dot(
 
 @triton.jit
 def _float8_dot(ptrs, upper, lower, x_scale, PARTS: tl.constexpr):
-    """The product of some columns of a tile with x, of which `_round_to_float8` made two parts; see PARTS."""
+    """The product of some columns of a tile with x, of which `round_to_float8` made two parts; see PARTS."""
     values = tl.load(ptrs)
     part = tl.dot(values, upper.trans())
     if PARTS == 2:
@@ -352,7 +352,7 @@ def grouped_product(
                         valid = valid & (columns < num_in)[None, :]
                     inputs = float8_inputs(columns) if BY_ROW else columns
                     xs = tl.load(x + token[:, None] * x_stride + inputs[None, :], mask=valid, other=0.0)
-                    upper, lower, x_scale = _round_to_float8(xs)
+                    upper, lower, x_scale = round_to_float8(xs)
                     part = _float8_dot(ptrs, upper, lower, x_scale, PARTS)
                     if GATE != "":
                         up_part = _float8_dot(ptrs + up_offset, upper, lower, x_scale, PARTS)
@@ -445,16 +445,14 @@ def quantise(x: Tensor, group: int, gate: Gate = "") -> tuple[Tensor, Tensor]:
 
     Columns are in the order of a float8 weight's.
 
-    The number of tokens is rounded up to a multiple of 4; those of the further ones are not initialised.
+    The number of tokens is rounded up to a multiple of 16; those of the further ones are not initialised.
 
     group  inputs of a token that share a scale: FLOAT8_GROUP, or all
     """
     num_tokens, num_in = len(x), x.shape[1] // (2 if gate else 1)
-    groups, padded = cdiv(num_in, group), cdiv(num_tokens, 4) * 4
-    width = cdiv(num_in, FLOAT8_GROUP) * FLOAT8_GROUP
-    values = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
-    per_program = max(1024 // group, 1)
+    values, scales = empty_float8(num_tokens, num_in, group, x.device)
+    groups, padded = scales.shape
+    per_program = 1024 // group if group == FLOAT8_GROUP else 1
     _quantise[(num_tokens, cdiv(groups, per_program))](
         x,
         values,
@@ -462,15 +460,30 @@ def quantise(x: Tensor, group: int, gate: Gate = "") -> tuple[Tensor, Tensor]:
         num_in,
         groups,
         x.stride(0),
-        width,
+        values.shape[1],
         padded,
-        GROUP=triton.next_power_of_2(group),
+        GROUP=max(triton.next_power_of_2(group), FLOAT8_GROUP),
         GROUPS=per_program,
         GATE=gate,
         num_warps=4 if group == FLOAT8_GROUP else 8,
         **pdl_options(x.device),
     )
     return values, scales
+
+
+def empty_float8(num_tokens: int, num_in: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The results of `quantise`, not initialised."""
+    padded, width = cdiv(num_tokens, 16) * 16, cdiv(num_in, FLOAT8_GROUP) * FLOAT8_GROUP
+    values = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(cdiv(num_in, group), padded, dtype=torch.float32, device=device)
+
+
+@triton.jit
+def in_float8_order(values):
+    """values [groups, inputs], each 16 of which are put in the order of `float8_inputs`."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    return values.reshape(ROWS * COLUMNS // 16, 2, 4, 2).permute(0, 2, 1, 3).reshape(ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["padded"])
@@ -483,10 +496,10 @@ def _quantise(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     wait_for_predecessor(USE_PDL)
-    inputs = x + token * x_stride + float8_inputs(columns)
+    inputs = x + token * x_stride + columns
     xs = tl.load(inputs, mask=columns < num_in, other=0.0)
     if GATE != "":
         xs = gated(xs, tl.load(inputs + num_in, mask=columns < num_in, other=0.0), GATE == "gelu")
-    rounded, _, scale = _round_to_float8(xs)
-    tl.store(values + token * width + columns, rounded, mask=columns < width)
+    rounded, _, scale = round_to_float8(xs)
+    tl.store(values + token * width + columns, in_float8_order(rounded), mask=columns < width)
     tl.store(scales + group * padded + token, scale, mask=group < groups)

@@ -5,17 +5,11 @@ ahead, and two groups of four warps multiply. Each group has its own outputs, an
 the tensor cores multiply the last. A weight is multiplied by its scale before it is an operand, so it is the number in
 bfloat16 that `GroupedWeight.dequantised` has, and all inputs have one sum.
 
-Programs take whole tiles in rounds. The tiles of the last, partial round are cut into as many ranges of steps as there
-are programs (stream-K, arXiv 2301.03598). The program that has a tile's first step adds the sums of the others, in
-order. It computes its part last and they compute theirs first, so it seldom waits:
-
-    steps      tile 6  | 0 1 2 3 4 5 | 0 1 2 3 4 5 |  tile 7
-    program        0   | 0 0 0 1 1 1   2 2 2 3 3 3 |              4 programs, 8 tiles of 6 steps: 4 in a first round
+`stream_k` divides tiles among programs.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.integers import cdiv
-from octavo.kernels.triton.capability import num_multiprocessors
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.grouped_hopper import WORD_LAYOUT, lines_of_step
 from octavo.kernels.triton.linear.grouped_kernels import (
@@ -47,6 +40,19 @@ from octavo.kernels.triton.linear.grouped_kernels import (
     read_half,
     unpack,
 )
+from octavo.kernels.triton.linear.stream_k import (
+    add_sums,
+    boundary,
+    flags_of,
+    load_item,
+    num_items,
+    num_programs,
+    plane_layout,
+    share,
+    signal,
+    store_sums,
+    wait,
+)
 from octavo.kernels.triton.linear.tuning import TILE_INPUTS, TilesTuning
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ PLANE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 REGISTERS = gl.constexpr([232, 40])
 """Of a thread of the second group of consumer warps, and of the producer warp."""
 MIN_STEPS = gl.constexpr(4)
-"""Of a program in the last round. Adding another program's sums takes as long as two steps or more."""
+"""See `stream_k`."""
 
 # As in `grouped_kernels`, with a scale, by which the values are multiplied.
 SCALE_INT4 = gl.constexpr(
@@ -82,12 +88,6 @@ SCALE_INT8 = gl.constexpr(
 """The scale is in float32."""
 
 
-@functools.cache
-def _flags(device: torch.device) -> Tensor:
-    """One for each group of consumer warps: its sums are stored, and not yet read."""
-    return torch.zeros(2 * num_multiprocessors(device), dtype=torch.int32, device=device)
-
-
 def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesTuning, *, out: Tensor) -> None:
     """Writes out = x @ weight.T + bias. Strides of x and out are multiples of 16 bytes, for TMA.
 
@@ -96,7 +96,7 @@ def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesT
     num_tokens, rows = len(x), 2 * tuning.rows
     token_tiles, num_steps = cdiv(num_tokens, tuning.tokens), cdiv(weight.num_in, TILE_INPUTS)
     num_tiles = cdiv(weight.num_out, rows) * token_tiles
-    programs = min(num_multiprocessors(x.device), max(num_tiles, num_tiles * num_steps // MIN_STEPS.value))
+    programs = num_programs(x.device, num_tiles, num_steps, MIN_STEPS.value)
     chunk = min(weight.columns, 64)
     x_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * chunk, element_bitwidth=16, rank=2)
     y_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -113,7 +113,7 @@ def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesT
         weight.planes,
         *or_placeholder(out, bias),
         torch.empty(programs * rows * tuning.tokens, dtype=torch.float32, device=x.device),
-        _flags(x.device),
+        flags_of(x.device),
         num_tiles,
         token_tiles,
         num_steps,
@@ -133,47 +133,6 @@ def launch(weight: GroupedWeight, x: Tensor, bias: Tensor | None, tuning: TilesT
     )
 
 
-# -- work partition ---------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _boundary(program, num_steps, last_steps, num_parts):
-    """First step of a program in the last round. No part of a tile has few steps."""
-    step = gl.minimum(program, num_parts) * last_steps // num_parts
-    within = step % num_steps
-    after = gl.where(num_steps - within < MIN_STEPS // 2, step + num_steps - within, step)
-    return gl.where(within < MIN_STEPS // 2, step - within, after)
-
-
-@gluon.jit
-def _share(num_tiles, num_steps):
-    """(whole rounds, steps of the last round, programs with a part of it, this one's first step and end)."""
-    num_programs = gl.num_programs(0)
-    rounds = num_tiles // num_programs
-    last_tiles = num_tiles - rounds * num_programs
-    last_steps = last_tiles * num_steps
-    num_parts = gl.maximum(gl.minimum(num_programs, gl.maximum(last_tiles, last_steps // MIN_STEPS)), 1)
-    begin = _boundary(gl.program_id(0), num_steps, last_steps, num_parts)
-    return rounds, last_steps, num_parts, begin, _boundary(gl.program_id(0) + 1, num_steps, last_steps, num_parts)
-
-
-@gluon.jit
-def _num_items(rounds, begin, end, num_steps):
-    """Number of a program's items, each a range of steps of a tile."""
-    return rounds + gl.where(begin < end, (end - 1) // num_steps - begin // num_steps + 1, 0)
-
-
-@gluon.jit
-def _load_item(item, rounds, begin, end, num_steps):
-    """(tile, first step, end) of an item."""
-    first_tile = begin // num_steps
-    last = item - rounds + first_tile  # tile of the last round
-    tile = gl.where(item < rounds, item * gl.num_programs(0) + gl.program_id(0), rounds * gl.num_programs(0) + last)
-    first = gl.where((item == rounds), begin - first_tile * num_steps, 0)
-    stop = gl.where(item < rounds, num_steps, gl.minimum(end - last * num_steps, num_steps))
-    return tile, first, stop
-
-
 # -- producer ---------------------------------------------------------------------------------------------------------
 
 
@@ -190,10 +149,10 @@ def _produce(
     NUM_BYTES: gl.constexpr = (WORD_TILES * LINES * 32 + 2 * NUM_PLANES * ROWS) * 4 + TOKENS * STEP * 2
     word_tiles, plane_tiles, x_tiles, full, free = ring
     wait_for_predecessor(USE_PDL)
-    rounds, _, _, begin, end = _share(num_tiles, num_steps)
+    rounds, _, _, begin, end = share(num_tiles, num_steps, MIN_STEPS)
     iteration = 0
-    for item in range(_num_items(rounds, begin, end, num_steps)):
-        tile, first, stop = _load_item(item, rounds, begin, end, num_steps)
+    for item in range(num_items(rounds, begin, end, num_steps)):
+        tile, first, stop = load_item(item, rounds, begin, end, num_steps)
         out_tile = tile // token_tiles
         first_token = tile % token_tiles * TOKENS
         for step in range(first, stop):
@@ -228,14 +187,6 @@ def _words_layout(format, lines):
         own.append([first, 0])
         first *= 2
     return gl.DistributedLinearLayout(own, [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [lines, 32])
-
-
-@gluon.constexpr_function
-def _plane_layout(rows):
-    """Of a plane [rows / 16, 16]: as a vector, a thread has the rows of its sums."""
-    own = [[0, 8]] if rows == 64 else [[0, 8], [4, 0]]
-    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    return gl.DistributedLinearLayout(own, lanes, [[1, 0], [2, 0]], [], [rows // 16, 16])
 
 
 @gluon.jit
@@ -295,29 +246,10 @@ def _operand(
     if PLANES == "row":
         values = unpack(words, ZERO, FORMAT, gl.bfloat16, True)
     else:
-        plane = plane_tile.load(_plane_layout(ROWS)).reshape([ROWS])
+        plane = plane_tile.load(plane_layout(ROWS)).reshape([ROWS])
         plane = gl.convert_layout(plane, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
         values = _scaled(words, plane, half, FORMAT, PLANES, ZERO, SCALES)
     return gl.convert_layout(values, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _store_sums(partial_sums, acc):
-    """Each thread's own sums, in pieces of 16 bytes."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    flat = acc.reshape([ROWS // 64, 4, 2, 8, TOKENS // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6)).reshape([ROWS * TOKENS])
-    gl.store(partial_sums + gl.arange(0, ROWS * TOKENS, flat.type.layout), flat)
-
-
-@gluon.jit
-def _add_sums(partial_sums, acc):
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    flat = acc.reshape([ROWS // 64, 4, 2, 8, TOKENS // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6)).reshape([ROWS * TOKENS])
-    flat += gl.load(partial_sums + gl.arange(0, ROWS * TOKENS, flat.type.layout), cache_modifier=".cg")
-    added = flat.reshape([ROWS // 64, TOKENS // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
-    return gl.convert_layout(added.reshape([ROWS, TOKENS]), acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -338,10 +270,10 @@ def _consume(
     y_tile = y_tiles.index(GROUP)
     wait_for_predecessor(USE_PDL)
     program = gl.program_id(0)
-    rounds, last_steps, num_parts, begin, end = _share(num_tiles, num_steps)
+    rounds, last_steps, num_parts, begin, end = share(num_tiles, num_steps, MIN_STEPS)
     iteration = 0
-    for item in range(_num_items(rounds, begin, end, num_steps)):
-        tile, first, stop = _load_item(item, rounds, begin, end, num_steps)
+    for item in range(num_items(rounds, begin, end, num_steps)):
+        tile, first, stop = load_item(item, rounds, begin, end, num_steps)
         first_row = (2 * (tile // token_tiles) + GROUP) * ROWS
         acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, ACC))
         for step in range(first, stop):
@@ -370,16 +302,14 @@ def _consume(
             iteration += 1
         sums = warpgroup_mma_wait(0, deps=[acc])
         if first > 0:
-            _store_sums(partial_sums + (2 * program + GROUP) * SIZE, sums)
-            gl.thread_barrier()
-            gl.atomic_xchg(flags + 2 * program + GROUP, 1, sem="release")
+            store_sums(partial_sums + (2 * program + GROUP) * SIZE, sums)
+            signal(flags + 2 * program + GROUP)
         else:
             other = program + 1
             tile_end = gl.where(stop < num_steps, (end // num_steps + 1) * num_steps, 0)
-            while _boundary(other, num_steps, last_steps, num_parts) < tile_end:
-                while gl.atomic_cas(flags + 2 * other + GROUP, 1, 0, sem="acquire") == 0:
-                    pass
-                sums = _add_sums(partial_sums + (2 * other + GROUP) * SIZE, sums)
+            while boundary(other, num_steps, last_steps, num_parts, MIN_STEPS) < tile_end:
+                wait(flags + 2 * other + GROUP)
+                sums = add_sums(partial_sums + (2 * other + GROUP) * SIZE, sums)
                 other += 1
             row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
             if PLANES == "row":
