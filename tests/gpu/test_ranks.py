@@ -110,7 +110,7 @@ def test_a_storm_of_faults(number: int, tmp_path: Path, monkeypatch: pytest.Monk
     tally = Tally("")
     asyncio.run(reliability.ranks_under_fire(tally, World("", {}, 1.0, tmp_path), number, NUM_FAULTS))
     assert tally.runs >= 16
-    assert (tally.lost, tally.hung, tally.wrong, tally.leaked) == (0, 0, 0, 0), tally.notes
+    assert (tally.lost, tally.hung, tally.wrong, tally.leaked, tally.late) == (0, 0, 0, 0, False), tally.notes
 
 
 def test_too_many_ranks_are_refused(model: str) -> None:
