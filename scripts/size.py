@@ -26,7 +26,7 @@ BUDGETS: dict[str, int] = {
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits; recurrent layers 832; batch
     # invariance 185; experts in groups on a GPU 170; races over slices 95, filters by
     # candidates of slices 55; steps in one native call 70; Hopper's stream of quantised weights 400, with Q, K and V
-    # written 250, tiles of many tokens 430, K and V by pairs
+    # written 250, tiles of many tokens 430, of float8 310, norms in float8 60, K and V by pairs
     "models": 5265,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290; llama.cpp's

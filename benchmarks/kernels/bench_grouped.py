@@ -6,8 +6,9 @@ Microseconds, from replays of a CUDA graph over so many weights that none is fou
 Llama-3-8B: 32 layers and the head. `bf16` is cuBLAS, `ours` the project's own product of small batches, and `e4m3` the
 library's float8 product with one scale for each row of x and of the weight, without rounding x. `fp8` keeps x in 16
 bits; `fp8 rounded` rounds it, too. So do the library's products, whose times include rounding: `fp8 library` has a
-scale for each 128 inputs, `fp8 blocks` for each block of 128 x 128, `fp8 row` for each row. `int4 cublas N` dequantises
-N MiB at a time. GB/s up to 64 rows, TFLOP/s for more, and how many times as fast as bf16.
+scale for each 128 inputs, `fp8 blocks` for each block of 128 x 128, `fp8 row` for each row. `fp8 tiles` and `fp8 row
+tiles` are our own. `int4 cublas N` dequantises N MiB at a time. GB/s up to 64 rows, TFLOP/s for more, and how many
+times as fast as bf16.
 
 --sweep    also time many tunings of each product, and print the fastest, from which `grouped_tuning` was chosen
 --seconds  stop a sweep after so many
@@ -34,8 +35,8 @@ from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
-from octavo.kernels.triton.linear import tuning
-from octavo.kernels.triton.linear.grouped import GroupedWeight, multiplies_float8, pack_groups
+from octavo.kernels.triton.linear import float8_tiles_hopper, tuning
+from octavo.kernels.triton.linear.grouped import GroupedWeight, float8_product, multiplies_float8, pack_groups
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 from octavo.kernels.triton.linear.skinny import make_normed_residual, norm_linear
 from octavo.kernels.triton.linear.tuning import GroupedTuning
@@ -56,7 +57,7 @@ FORMS = {
     "int8": GroupForm(8, 128, zero=128),
     "fp8": GroupForm(8, 128, is_float=True),
 }
-FP8_ROW = "fp8 row"
+FP8_ROW, FP8_ROW_TILES = "fp8 row", "fp8 row tiles"
 BEYOND_CACHE = 160 << 20
 CALLS = 24
 Call = Callable[[Any], Any]
@@ -72,6 +73,8 @@ def make_groups(form: GroupForm, num_out: int, num_in: int) -> Groups:
         values = torch.randint(0, 1 << form.bits, size, device="cuda", dtype=torch.uint8)
     zeros = torch.randint(0, 1 << form.bits, shape, device="cuda", dtype=torch.uint8) if form.has_zeros else None
     scales = torch.rand(shape, device="cuda") / 64 + 0.001
+    if form.is_float and shape[1] > 1:
+        scales = scales[::128].repeat_interleave(128, 0)[:num_out].contiguous()  # blocks
     return Groups(form, values, scales if form.is_float else scales.bfloat16(), zeros)
 
 
@@ -117,6 +120,22 @@ def by_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
     return F.scaled_mm(values, rows.T, scales.T, kinds[0], planes, kinds[1], output_dtype=x.dtype)
 
 
+def by_library(weight: GroupedWeight, x: Tensor) -> Tensor:
+    values, scales = quantise(x, weight.float8_group)
+    by_row, words = weight.kind == "row", weight.words.view(-1, weight.num_in)
+    planes = weight.planes.view(1, -1) if by_row else weight.planes.view(torch.float32)
+    return float8_product(values, words, scales, planes, by_row, x.dtype)[: len(x)]
+
+
+def by_tiles(weight: GroupedWeight, x: Tensor) -> Tensor:
+    """The best tile for so many rows, also where the library is faster."""
+    values, scales = quantise(x, weight.float8_group)
+    chosen = tuning.float8_tiles_tuning(len(x), False) or tuning.float8_tiles_tuning(len(x), True)
+    y = x.new_empty(len(x), weight.num_out)
+    float8_tiles_hopper.launch(weight, values, scales, None, chosen, out=y)
+    return y
+
+
 def check() -> bool:
     """Every kernel against float32; the largest errors of each form."""
     good = True
@@ -141,8 +160,9 @@ def check() -> bool:
                 }
                 if form.is_float:
                     results["widened"], results["e4m3 x"] = product(weight, 0)(x), product(weight, 1)(x)
-                    if multiplies_float8(x.device, form.group_size == num_in):
-                        results["e4m3 library"] = weight._by_float8(x, None, None)
+                    if multiplies_float8(x.device, form.group_size == num_in) and dtype == torch.bfloat16:
+                        results["e4m3 library"] = by_library(weight, x)[:, :num_out]
+                        results["e4m3 tiles"] = by_tiles(weight, x)
                 if rows <= tuning.MAX_SMALL_BATCH_GROUPED and dtype == torch.bfloat16:
                     residual = make_normed_residual(x, torch.ones(num_in, device="cuda", dtype=dtype))
                     normed = residual.x.float() * residual.scale(1e-6)
@@ -208,7 +228,7 @@ def copies(weight: Any) -> list[Any]:
 
 PIECES = (8, 16, 32, 64)
 """MiB of a dequantised part of a weight."""
-FLOAT8_X = ("fp8 rounded", "fp8 library", "fp8 blocks", FP8_ROW)
+FLOAT8_X = ("fp8 rounded", "fp8 library", "fp8 blocks", "fp8 tiles", FP8_ROW, FP8_ROW_TILES)
 VARIANTS = ("bf16", "ours", "e4m3", *FORMS, *FLOAT8_X, *(f"int4 cublas {size}" for size in PIECES))
 
 
@@ -233,7 +253,7 @@ def make_call(name: str, x: Tensor, weight: Any) -> Call | None:
     if name == "fp8 blocks":
         return lambda w: by_blocks(w, x)
     if name in FLOAT8_X:
-        return lambda w: w._by_float8(x, None, None)
+        return lambda w: by_tiles(w, x) if "tiles" in name else by_library(w, x)
     if name.startswith("int4 cublas"):
         y, size = x.new_empty(n, weight.num_out), int(name.split()[-1]) << 20
         return (lambda w: w._by_cublas(x, None, y, size)) if n >= 64 else None
@@ -246,7 +266,7 @@ def timings(rows: tuple[int, ...]) -> None:
         if shape == "head" and name not in ("bf16", "int4", "fp8"):
             continue
         form = FORMS.get(name, FORMS.get(name.split()[0]))
-        form = GroupForm(8, num_in, is_float=True) if name == FP8_ROW else form
+        form = GroupForm(8, num_in, is_float=True) if FP8_ROW in name else form
         weight: Any
         if form is None:
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Launches of Hopper's kernels for few tokens have the same bits every time, also right after each other.
+"""QKV projections of few tokens have the same bits every time, also right after each other.
 
 Tensors that a launch writes hold other numbers before, so that a row that is not written is found, too.
 """

@@ -61,6 +61,7 @@ class DecoderLayer:
     def _after_norm(
         self, part: Linear | MLP, x: Tensor, residual: Tensor, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """(the part's output for the norm of x + residual, the sum). norm None (OLMo 2): for the sum itself"""
         if norm is not None:
             return part.after_norm(x, residual, norm, self.eps)
         x = x + residual

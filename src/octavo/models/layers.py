@@ -75,7 +75,7 @@ class Attention:
         )
 
     def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """projected: of `qkv` -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
+        """projected: `qkv` of the tokens -> [num_tokens, hidden_size]; writes their K and V to kv_layer."""
         q, k, v = split_heads(projected, kv_layer)
         if self.joint_norms is not None:
             self.joint_norms(self.ops, q, k)
@@ -160,7 +160,7 @@ class MLP(Protocol):
         ...
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(itself for the RMS norm of x + residual, the sum)."""
+        """(the output for the RMS norm of x + residual, the sum), both [num_tokens, hidden_size]."""
         ...
 
     def forward_small_batch(

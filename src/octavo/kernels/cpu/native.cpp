@@ -400,8 +400,8 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     long num_chunks = (last - first + MAX_CHUNK - 1) / MAX_CHUNK;
     constexpr long max_count = STEP_BYTES / (4 * TILE);
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
-    parallel_for(num_chunks * num_tiles, a.num_threads, [&](long i) {
-        long t = i % num_tiles, begin = i / num_tiles * MAX_CHUNK;
+    parallel_for(num_chunks * num_tiles, a.num_threads, [&](long task) {
+        long t = task % num_tiles, begin = task / num_tiles * MAX_CHUNK;
         long num_rows = std::min(MAX_CHUNK, last - first - begin);
         long block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
         long num_blocks = (num_rows + block_rows - 1) / block_rows;
@@ -439,12 +439,14 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     });
 }
 
-// Convert rows of x to words in scratch memory, `stride` words each, padded with zeros.
+// True if rows of x are words already.
+template <class K> bool has_words(const Linear &a) { return sizeof(typename K::X) == sizeof(float) && a.num_in % 2 == 0; }
+
+// Rows of x as words, `stride` words each; converted in scratch memory if they are none, and padded with zeros.
 template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num_rows) {
     long stride = (a.num_in + 1) / 2;
     constexpr long FLOATS = sizeof(typename K::X) / sizeof(float);
-    if constexpr (FLOATS == 1)
-        if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride};
+    if (has_words<K>(a)) return {reinterpret_cast<const typename K::X *>(x), stride};
     float *memory = scratch<2>(num_rows * stride * FLOATS);
     parallel_for(num_rows, num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const bfloat16 *from = x + row * a.num_in;
@@ -459,7 +461,8 @@ template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num
 }
 
 template <class K, int TILE> void linear(const Linear &a) {
-    long step = MAX_CHUNK * a.num_threads;  // a chunk for each thread: none waits for another's tile in between
+    // A chunk for each thread, so that none waits for another's tile in between; converted rows stay in the cache.
+    long step = has_words<K>(a) ? MAX_CHUNK * a.num_threads : MAX_CHUNK;
     for (long first = 0; first < a.num_rows; first += step) {
         long last = std::min(a.num_rows, first + step);
         Rows<K> x = words_of<K>(a, a.x + first * a.num_in, last - first);

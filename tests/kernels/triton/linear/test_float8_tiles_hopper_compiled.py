@@ -22,11 +22,12 @@ FORMS = {"blocks": GroupForm(8, 128, is_float=True), "rows": GroupForm(8, 512, i
 
 
 def loops(code: str) -> list[list[str]]:
-    """The instructions between the first and the last product of each group of warps."""
+    """The instructions from the first product of each group of warps to the branch after the last."""
     lines = code.splitlines()
     products = [i for i, line in enumerate(lines) if "QGMMA" in line]
-    half = len(products) // 2
-    return [lines[part[0] : part[-1]] for part in (products[:half], products[half:])]
+    half, branches = len(products) // 2, [i for i, line in enumerate(lines) if " BRA " in line]
+    ends = [next(i for i in branches if i > last) for last in (products[half - 1], products[-1])]
+    return [lines[first:end] for first, end in zip((products[0], products[half]), ends, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "num_tokens"), [("blocks", 300), ("blocks", 1000), ("rows", 60), ("rows", 150)])
@@ -44,7 +45,7 @@ def test_sums_stay_in_registers(kind: str, num_tokens: int) -> None:
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * 4 * chosen.tokens // 64
     if kind == "blocks":  # the scales are read before others are copied to their place
         free = ptx.index("mbarrier.arrive.shared")
-        assert ptx.rindex("wgmma.mma_async", 0, free) < ptx.rindex("fence.proxy.async", 0, free)
+        assert 0 < ptx.rfind("ld.shared", 0, free) < ptx.rindex("fence.proxy.async", 0, free)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

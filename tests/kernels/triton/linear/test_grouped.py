@@ -29,13 +29,19 @@ INT4 = GroupForm(4, 128, zero=8)
 FLOAT8 = GroupForm(8, 128, is_float=True)
 
 
-def make_groups(form: GroupForm, num_out: int, num_in: int, scales: torch.dtype = torch.float16) -> Groups:
+def make_groups(
+    form: GroupForm, num_out: int, num_in: int, scales: torch.dtype = torch.float16, *, blocks: bool = False
+) -> Groups:
+    """blocks: 128 outputs have the same scales"""
     shape = num_out, num_in // form.group_size
     values = torch.randint(0, 1 << form.bits, (num_out, num_in), device=DEVICE).to(torch.uint8)
     if form.is_float:
         values, scales = torch.randn(num_out, num_in, device=DEVICE).to(torch.float8_e4m3fn), torch.float32
     zeros = torch.randint(0, 1 << form.bits, shape, device=DEVICE).to(torch.uint8) if form.has_zeros else None
-    return Groups(form, values, (torch.rand(shape, device=DEVICE) / 8 + 0.01).to(scales), zeros)
+    factors = torch.rand(shape, device=DEVICE) / 8 + 0.01
+    if blocks:
+        factors = factors[::128].repeat_interleave(128, 0)[:num_out].contiguous()
+    return Groups(form, values, factors.to(scales), zeros)
 
 
 def pack(groups: Groups) -> GroupedWeight:
@@ -69,6 +75,7 @@ FORMS = [
     (GroupForm(8, 288, zero=128), 300, 288),
     (FLOAT8, 200, 640),
     (GroupForm(8, 288, is_float=True), 129, 288),
+    (GroupForm(8, 64, is_float=True), 40, 64),
 ]
 
 
@@ -97,15 +104,16 @@ def test_products_of_many_rows(form: GroupForm, num_out: int, num_in: int, num_r
         check(make_groups(form, num_out, num_in, scales), num_rows)
 
 
-@pytest.mark.parametrize("size", [128, 384])
-def test_with_many_rows_x_is_rounded_to_float8(size: int) -> None:
+@pytest.mark.parametrize("num_rows", [130, *([] if INTERPRETED else [300, 600])])
+@pytest.mark.parametrize(("size", "blocks"), [(128, False), (128, True), (384, False)])
+def test_with_many_rows_x_is_rounded_to_float8(size: int, blocks: bool, num_rows: int) -> None:
     """Up to 16 rows it is not. Rounding x, whose numbers keep 4 bits, changes results by 2.6 % of their norm."""
-    groups = make_groups(GroupForm(8, size, is_float=True), 200, 384)
+    groups = make_groups(GroupForm(8, size, is_float=True), 200, 384, blocks=blocks)
     weight, wide = pack(groups), groups.dequantised().double()
-    x = torch.randn(130, 384, device=DEVICE).to(HALF)
+    x = torch.randn(num_rows, 384, device=DEVICE).to(HALF)
     assert relative_error(weight(x[:16], None), x[:16].double() @ wide.T) < TOLERANCE
     values, scales = quantise(x, size)
-    rounded = values[:130].double().view(130, -1, size) * scales.T[:130].unsqueeze(2)
+    rounded = values[:num_rows].double().view(num_rows, -1, size) * scales.T[:num_rows].unsqueeze(2)
     y = weight(x, None)
     if size == 128:  # the library has one scale for each row of x, the kernel for each 128 inputs
         assert relative_error(y, rounded.flatten(1) @ float8_columns(wide).T) < TOLERANCE

@@ -13,7 +13,7 @@ from tests.kernels.triton.device import DEVICE, DTYPES
 
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("norm_dtype", [DTYPES[-1], torch.float32])
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 512), (3, 288), (16, 1056), (17, 416), (40, 2048)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 544), (3, 800), (16, 1056), (17, 1440), (40, 2048)])
 def test_bits_are_those_of_the_norm_and_the_rounding(
     num_rows: int, size: int, norm_dtype: torch.dtype, by_row: bool
 ) -> None:

@@ -36,7 +36,7 @@ from octavo.kernels.triton.linear.stream_k import (
     load_item,
     num_items,
     num_programs,
-    plane_layout,
+    rows_layout,
     share,
     signal,
     store_sums,
@@ -175,8 +175,8 @@ def _add_part(acc, x_tile, w_tile, x_scales, w_scales, INDEX: gl.constexpr, BY_R
     if BY_ROW:
         return acc + warpgroup_mma_wait(0, deps=[part])
     BY_TOKEN: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    scale = x_scales.slice(INDEX * (PART // 16), PART // 16, dim=0).load(plane_layout(PART))
-    scale *= w_scales.load(plane_layout(PART))  # the same for all outputs
+    scale = x_scales.slice(INDEX * (PART // 16), PART // 16, dim=0).load(rows_layout(PART))
+    scale *= w_scales.load(rows_layout(PART))  # the same for all outputs
     scale = gl.convert_layout(scale.reshape([PART]), BY_TOKEN, assert_trivial=True)
     return acc + warpgroup_mma_wait(0, deps=[part]) * scale[:, None]
 
@@ -229,11 +229,11 @@ def _consume(
             mbarrier.wait(full.index(stage), iteration // STAGES % 2)
             x_tile = x_tiles.index(stage)
             w_tile = w_tiles.index(stage).slice(GROUP * ROWS, ROWS, dim=0)
-            block = w_scale_tiles.index(stage).slice(GROUP * (ROWS // 16), PART // 16, dim=0)
-            own = x_scale_tiles.index(stage)
-            acc = _add_part(acc, x_tile, w_tile, own, block, 0, BY_ROW)
+            w_scales = w_scale_tiles.index(stage).slice(GROUP * (ROWS // 16), PART // 16, dim=0)
+            x_scales = x_scale_tiles.index(stage)
+            acc = _add_part(acc, x_tile, w_tile, x_scales, w_scales, 0, BY_ROW)
             if TWO:
-                other_acc = _add_part(other_acc, x_tile, w_tile, own, block, 1, BY_ROW)
+                other_acc = _add_part(other_acc, x_tile, w_tile, x_scales, w_scales, 1, BY_ROW)
             if not BY_ROW:
                 fence_async_shared()  # as in `grouped_hopper`: the scales were read
             gl.thread_barrier()  # all warps have read the step
@@ -296,8 +296,9 @@ def _float8_tiles(
 ):
     """Persistent kernel: at most one program for each multiprocessor. Tiles of the same outputs are adjacent.
 
-    ROWS              outputs of a group of warps: half of a tile, within a block of the weight
-    x_lines, w_lines  lines of 16 scales of a group of inputs: of all tokens, of all outputs
+    ROWS                outputs of a group of warps: half of a tile, within a block of the weight
+    x_lines, w_lines    lines of 16 scales of a group of inputs: of all tokens, of all outputs
+    scales, row_scales  BY_ROW: of tokens, of outputs
     """
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, STEP], xs.layout)
     w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * ROWS, STEP], words.layout)

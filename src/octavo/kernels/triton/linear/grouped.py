@@ -98,7 +98,7 @@ def pack_groups(groups: Groups) -> PackedHead | None:
     if zeros is not None and size not in GROUP_SIZES:  # one group: repeated, so that there are several
         size = next(s for s in reversed(GROUP_SIZES) if num_in % s == 0)
         scales, zeros = (plane.repeat_interleave(num_in // size, 1) for plane in (scales, zeros))
-    by_row = size not in GROUP_SIZES
+    by_row = size not in GROUP_SIZES or (form.is_float and size != FLOAT8_GROUP)
     paired = zeros is None and scales.itemsize == 2 and not by_row
     columns = 128 if by_row else size
     rows, width = cdiv(num_out, TILE_OUTPUTS) * TILE_OUTPUTS, columns * (2 if paired else 1)
@@ -364,7 +364,7 @@ class GroupedWeight:
         return few and (out is None or out.is_contiguous()) and _fits_hopper(x)
 
     def _tiles_fit(self, x: Tensor, out: Tensor | None) -> bool:
-        """True if Hopper's kernels for many rows can read x and write out."""
+        """True if Hopper's kernels for many rows take such an x and write out."""
         return self.num_out % 8 == 0 and _fits_hopper(x) and (out is None or _fits_hopper(out))
 
     # -- launches ------------------------------------------------------------------------------------------------------

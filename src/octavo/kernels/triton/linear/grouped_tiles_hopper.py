@@ -47,7 +47,7 @@ from octavo.kernels.triton.linear.stream_k import (
     load_item,
     num_items,
     num_programs,
-    plane_layout,
+    rows_layout,
     share,
     signal,
     store_sums,
@@ -246,7 +246,7 @@ def _operand(
     if PLANES == "row":
         values = unpack(words, ZERO, FORMAT, gl.bfloat16, True)
     else:
-        plane = plane_tile.load(plane_layout(ROWS)).reshape([ROWS])
+        plane = plane_tile.load(rows_layout(ROWS)).reshape([ROWS])
         plane = gl.convert_layout(plane, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
         values = _scaled(words, plane, half, FORMAT, PLANES, ZERO, SCALES)
     return gl.convert_layout(values, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)

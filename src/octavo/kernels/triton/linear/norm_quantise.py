@@ -15,7 +15,7 @@ from octavo.kernels.triton.norms import normed_rows
 def add_norm_quantise(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """(`quantise` of the RMS norm of x + residual, the sum); of over 128 inputs, in the bits of `add_rms_norm`.
+    """(`quantise` of the RMS norm of x + residual, the sum); of over 512 inputs, in the bits of `add_rms_norm`.
 
     x, residual [num_tokens, num_in]    weight [num_in]    group: as of `quantise`
     """

@@ -46,12 +46,12 @@ def boundary(program, num_steps, last_steps, num_parts, MIN_STEPS: gl.constexpr)
 @gluon.jit
 def share(num_tiles, num_steps, MIN_STEPS: gl.constexpr):
     """(whole rounds, steps of the last round, programs with a part of it, this one's first step and end)."""
-    num_programs = gl.num_programs(0)
+    num = gl.num_programs(0)
     program = gl.program_id(0)
-    rounds = num_tiles // num_programs
-    last_tiles = num_tiles - rounds * num_programs
+    rounds = num_tiles // num
+    last_tiles = num_tiles - rounds * num
     last_steps = last_tiles * num_steps
-    num_parts = gl.maximum(gl.minimum(num_programs, gl.maximum(last_tiles, last_steps // MIN_STEPS)), 1)
+    num_parts = gl.maximum(gl.minimum(num, gl.maximum(last_tiles, last_steps // MIN_STEPS)), 1)
     begin = boundary(program, num_steps, last_steps, num_parts, MIN_STEPS)
     return rounds, last_steps, num_parts, begin, boundary(program + 1, num_steps, last_steps, num_parts, MIN_STEPS)
 
@@ -74,7 +74,7 @@ def load_item(item, rounds, begin, end, num_steps):
 
 
 @gluon.constexpr_function
-def plane_layout(rows):
+def rows_layout(rows):
     """Of numbers [rows / 16, 16]: as a vector, a thread has those of the rows of its sums."""
     own = [[0, 8]] if rows == 64 else [[0, 8], [4, 0]]
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]

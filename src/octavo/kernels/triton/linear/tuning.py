@@ -279,4 +279,5 @@ def float8_tiles_tuning(num_tokens: int, by_row: bool) -> TilesTuning | None:
     if by_row == (num_tokens > MAX_TOKENS_TILES_BY_ROW):
         return None
     rows, tokens = (64, 64 if num_tokens <= 64 else 128) if num_tokens <= 384 else (128, 128)
-    return TilesTuning(rows, tokens, ((226 << 10) - 256 * rows) // (132 * (2 * rows + tokens)))
+    stage_bytes = (2 * rows + tokens) * (128 + 4)  # a group's values and its scale
+    return TilesTuning(rows, tokens, ((226 << 10) - 256 * rows) // stage_bytes)
