@@ -2,7 +2,7 @@
 
 The tensor cores add 128 inputs with 14 bits. Such a sum is multiplied by its scales and added to the others in float32,
 while the other group of warps has the tensor cores (DeepGEMM's scheme, which the library has, too). Tiles are larger
-than the library's, so less is read from the cache, and `stream_k` divides them among programs.
+than the library's, so less is read from the cache, and `stream_k_hopper` divides them among programs.
 
 A producer warp copies both operands by TMA, some steps ahead; the first weights before the previous kernel has ended.
 Two groups of four warps have the tokens of a tile, and half of its outputs each. A weight has a scale for each block of
@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from octavo.integers import cdiv
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.grouped_kernels import FLOAT8_GROUP, TILE_OUTPUTS
-from octavo.kernels.triton.linear.stream_k import (
+from octavo.kernels.triton.linear.stream_k_hopper import (
     add_sums,
     boundary,
     flags_of,
@@ -52,7 +52,7 @@ SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 REGISTERS = gl.constexpr([240, 40])
 """Of a thread of the second group of consumer warps, and of the producer warp."""
 MIN_STEPS = gl.constexpr(8)
-"""See `stream_k`."""
+"""See `stream_k_hopper`."""
 PART = gl.constexpr(64)
 """Tokens of a matrix instruction."""
 

@@ -5,7 +5,7 @@ ahead, and two groups of four warps multiply. Each group has its own outputs, an
 the tensor cores multiply the last. A weight is multiplied by its scale before it is an operand, so it is the number in
 bfloat16 that `GroupedWeight.dequantised` has, and all inputs have one sum.
 
-`stream_k` divides tiles among programs.
+`stream_k_hopper` divides tiles among programs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from octavo.kernels.triton.linear.grouped_kernels import (
     read_half,
     unpack,
 )
-from octavo.kernels.triton.linear.stream_k import (
+from octavo.kernels.triton.linear.stream_k_hopper import (
     add_sums,
     boundary,
     flags_of,
@@ -62,7 +62,7 @@ PLANE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 REGISTERS = gl.constexpr([232, 40])
 """Of a thread of the second group of consumer warps, and of the producer warp."""
 MIN_STEPS = gl.constexpr(4)
-"""See `stream_k`."""
+"""See `stream_k_hopper`."""
 
 # As in `grouped_kernels`, with a scale, by which the values are multiplied.
 SCALE_INT4 = gl.constexpr(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.kernels.triton.linear import stream_k
+from octavo.kernels.triton.linear import stream_k_hopper
 
-BOUNDARY = stream_k.boundary.fn
+BOUNDARY = stream_k_hopper.boundary.fn
 
 
 def share_of_each_program(
@@ -25,12 +25,12 @@ def share_of_each_program(
         num_programs=lambda axis: num_programs,
         program_id=lambda axis: programs[0],
     )
-    patch.setattr(stream_k, "gl", language)
-    patch.setattr(stream_k, "boundary", BOUNDARY)
+    patch.setattr(stream_k_hopper, "gl", language)
+    patch.setattr(stream_k_hopper, "boundary", BOUNDARY)
     for programs[0] in range(num_programs):
-        rounds, _, _, begin, end = stream_k.share.fn(num_tiles, num_steps, min_steps)
-        items = range(stream_k.num_items.fn(rounds, begin, end, num_steps))
-        yield [stream_k.load_item.fn(item, rounds, begin, end, num_steps) for item in items]
+        rounds, _, _, begin, end = stream_k_hopper.share.fn(num_tiles, num_steps, min_steps)
+        items = range(stream_k_hopper.num_items.fn(rounds, begin, end, num_steps))
+        yield [stream_k_hopper.load_item.fn(item, rounds, begin, end, num_steps) for item in items]
 
 
 @pytest.mark.parametrize("min_steps", [4, 8])
