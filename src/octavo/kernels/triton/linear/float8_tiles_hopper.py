@@ -107,27 +107,15 @@ def launch(
 
 
 @gluon.jit
-def _copy_weight(
-    words, w_scales, ring, stage, first_row, step, w_lines, STEP: gl.constexpr, BY_ROW: gl.constexpr,
+def _copy(
+    values, scales, tiles, scale_tiles, full, stage, first, step, lines, STEP: gl.constexpr, BY_ROW: gl.constexpr
 ):  # fmt: skip
-    """Copy the weight of a step, and its scales."""
-    _, w_tiles, _, w_scale_tiles, full, _ = ring
+    """Copy a step of an operand from its row `first` on, and its scales."""
     bar = full.index(stage)
-    tma.async_copy_global_to_shared(words, [first_row, step * STEP], bar, w_tiles.index(stage))
+    tma.async_copy_global_to_shared(values, [first, step * STEP], bar, tiles.index(stage))
     if not BY_ROW:
-        place = [step * w_lines + first_row // 16, 0]
-        tma.async_copy_global_to_shared(w_scales, place, bar, w_scale_tiles.index(stage))
-
-
-@gluon.jit
-def _copy_tokens(xs, x_scales, ring, stage, first_token, step, x_lines, STEP: gl.constexpr, BY_ROW: gl.constexpr):
-    """Copy the tokens of a step, and their scales."""
-    x_tiles, _, x_scale_tiles, _, full, _ = ring
-    bar = full.index(stage)
-    tma.async_copy_global_to_shared(xs, [first_token, step * STEP], bar, x_tiles.index(stage))
-    if not BY_ROW:
-        place = [step * x_lines + first_token // 16, 0]
-        tma.async_copy_global_to_shared(x_scales, place, bar, x_scale_tiles.index(stage))
+        place = [step * lines + first // 16, 0]
+        tma.async_copy_global_to_shared(scales, place, bar, scale_tiles.index(stage))
 
 
 @gluon.jit
@@ -138,13 +126,16 @@ def _produce(
 ):  # fmt: skip
     """The producer warp, which issues TMA copies."""
     NUM_BYTES: gl.constexpr = (TOKENS + 2 * ROWS) * (STEP + (0 if BY_ROW else 4))
-    _, _, _, _, full, free = ring
+    x_tiles, w_tiles, x_scale_tiles, w_scale_tiles, full, free = ring
     rounds, _, _, begin, end = share(num_tiles, num_steps, MIN_STEPS)
     tile, first, stop = load_item(0, rounds, begin, end, num_steps)
     ahead = gl.minimum(stop - first, STAGES)  # no kernel writes weights
     for i in range(ahead):
         mbarrier.expect(full.index(i), NUM_BYTES)
-        _copy_weight(words, w_scales, ring, i, tile // token_tiles * 2 * ROWS, first + i, w_lines, STEP, BY_ROW)
+        first_row = tile // token_tiles * 2 * ROWS
+        _copy(
+            words, w_scales, w_tiles, w_scale_tiles, full, i, first_row, first + i, w_lines, STEP, BY_ROW
+        )  # fmt: skip
     wait_for_predecessor(USE_PDL)
     iteration = 0
     for item in range(num_items(rounds, begin, end, num_steps)):
@@ -156,9 +147,9 @@ def _produce(
             if iteration >= ahead:
                 mbarrier.wait(free.index(stage), iteration // STAGES % 2 ^ 1)
                 mbarrier.expect(full.index(stage), NUM_BYTES)
-            _copy_tokens(xs, x_scales, ring, stage, first_token, step, x_lines, STEP, BY_ROW)
+            _copy(xs, x_scales, x_tiles, x_scale_tiles, full, stage, first_token, step, x_lines, STEP, BY_ROW)
             if iteration >= ahead:
-                _copy_weight(words, w_scales, ring, stage, first_row, step, w_lines, STEP, BY_ROW)
+                _copy(words, w_scales, w_tiles, w_scale_tiles, full, stage, first_row, step, w_lines, STEP, BY_ROW)
             iteration += 1
 
 
