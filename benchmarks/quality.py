@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.cpu_compare import ROOT, SMOLLM2, smollm2
+from cpu_compare import ROOT, SMOLLM2, smollm2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM
 from octavo.bench.quality import perplexity
 from octavo.checkpoint.resolve import open_checkpoint
+from octavo.kernels.groups import GroupForm
+from octavo.kernels.rounding import round_to_groups
 from octavo.text.tokenizer import Tokenizer
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -29,7 +31,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "K and V in int8": {"kv_cache_dtype": "int8"},
+    "float8 weights": {},
 }
+FLOAT8 = GroupForm(8, 128, is_float=True)
 
 
 def reorder(tensors: dict[str, Tensor], *, head_dim: int) -> None:
@@ -54,6 +58,13 @@ def reorder(tensors: dict[str, Tensor], *, head_dim: int) -> None:
         tensors[f"{attention}o_proj.weight"] = out.view(len(out), -1, head_dim)[:, :, head].flatten(1)
 
 
+def round_linears(tensors: dict[str, Tensor]) -> None:
+    """As `--quantization fp8` rounds weights on a GPU."""
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight") and tensor.shape[1] % FLOAT8.group_size == 0:
+            tensors[name] = round_to_groups(tensor, FLOAT8).dequantised().to(tensor.dtype)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=ROOT / "docs" / "memory.md")
@@ -64,13 +75,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tensors = load_file(smollm2() / "model.safetensors")
         reorder(tensors, head_dim=64)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "model.safetensors")
         (Path(folder) / "config.json").write_bytes((smollm2() / "config.json").read_bytes())
         base = 0.0
         print(
             f"| SmolLM2-135M, {len(token_ids):,} tokens of {args.text.name} | perplexity | to bfloat16 |\n|---|--:|--:|"
         )
         for name, options in CHOICES.items():
+            if name == "float8 weights":
+                round_linears(tensors)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/model.safetensors")
             options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 513} | options
             with LLM(folder, **options) as llm:
                 value = perplexity(llm, token_ids)
