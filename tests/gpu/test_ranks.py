@@ -104,11 +104,13 @@ def test_a_lost_rank_is_named(model: str, number: int, text: str, monkeypatch: p
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_storm_of_faults(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of `make reliability` on GPUs, where a group takes 12 s to serve again."""
+    """The trial of `make reliability` on GPUs, where a group takes 10 to 15 s to serve again."""
+    monkeypatch.setattr(reliability, "BACK_S", 20.0)
     on_gpus = {"device": "cuda", "num_gpu_blocks_override": 400}
     monkeypatch.setattr(reliability, "RANK_OPTIONS", reliability.RANK_OPTIONS | on_gpus)
     tally = Tally("")
     asyncio.run(reliability.ranks_under_fire(tally, World("", {}, 1.0, tmp_path), number, NUM_FAULTS))
+    print(tally.line())
     assert tally.runs >= 16
     assert (tally.lost, tally.hung, tally.wrong, tally.leaked, tally.late) == (0, 0, 0, 0, False), tally.notes
 
