@@ -7,6 +7,7 @@ graph of 64 calls, of the slowest rank. Each width ends with the smallest messag
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import tempfile
@@ -18,7 +19,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 
-from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton.linear.skinny import add_linear, few_rows_linear, make_normed_residual
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
 from octavo.kernels.triton.reduce import PAIRED_BYTES, push_add, push_gather, push_reduce
 
@@ -139,8 +141,35 @@ def measure(rank: int, ranks: int, store: str, ways: list[str]) -> None:
         for name in ("blocks", "NCCL"):
             first = f"{faster[name] >> 10} KiB" if name in faster else "none of these"
             say(f"{name}: faster from {first}", flush=True)
+    measure_products(reducer, ranks, device, say)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure_products(reducer: PeerReducer, ranks: int, device: torch.device, say: Callable[..., None]) -> None:
+    """Products of Llama 3.1 8B with a sum over ranks, the residual and the norm: in one kernel, and in two."""
+    say(f"{'product':14}{'tokens':>7}{'one':>9}{'two':>9}{'alone':>9}")
+    for num_in in (4096 // ranks, 14336 // ranks):
+        weights = [torch.zeros(4096, num_in, dtype=torch.bfloat16, device=device) for _ in range(CALLS)]
+        norm = torch.ones(4096, dtype=torch.bfloat16, device=device)
+        for num_tokens in (1, 8, 16, 32, 64):
+            x = torch.zeros(num_tokens, num_in, dtype=torch.bfloat16, device=device)
+            stream = make_normed_residual(torch.zeros(num_tokens, 4096, dtype=torch.bfloat16, device=device), norm)
+
+            def one(weight: torch.Tensor, x: torch.Tensor = x, stream: NormedResidual = stream) -> object:
+                return reducer.add_linear(stream, x, weight, None, norm)  # noqa: B023
+
+            def two(weight: torch.Tensor, x: torch.Tensor = x, stream: NormedResidual = stream) -> object:
+                return reducer.add_reduced(stream, few_rows_linear(x, weight, None), norm)  # noqa: B023
+
+            def alone(weight: torch.Tensor, x: torch.Tensor = x, stream: NormedResidual = stream) -> object:
+                return add_linear(stream, x, weight, None, norm)  # noqa: B023
+
+            times = []
+            for call in (one, two, alone):
+                turn = itertools.cycle(weights)  # each from memory, as in a model
+                times.append(graph_us(lambda call=call, turn=turn: call(next(turn)), device))
+            say(f"4096 x {num_in:7}{num_tokens:7}", *(f"{us:8.2f}" for us in times), flush=True)
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmarks.kernels.bench_reduce import open_reducer
 
+from octavo.kernels.triton.linear import skinny
+from octavo.kernels.triton.linear.skinny import make_normed_residual
 from octavo.kernels.triton.peer_memory import MAX_PUSHED_BYTES, PeerReducer
 from tests.kernels.triton.peers import Case, Inputs, check, collect
 
@@ -26,6 +28,10 @@ CASES += [Case(3, 4096, F16), Case(5, 2050, F32), Case(128, 4096, BF16)]
 CASES += [Case(256, 4096, BF16), Case(130, 8192, F16), Case(300, 1030, F32), Case(900, 4096, BF16)]
 NCCL_CASES = [Case(1030, 4096, BF16), Case(1, 75, BF16)]
 """Too long, and no whole words."""
+PRODUCTS = [(4096, num_in, num_tokens, False) for num_in in (2048, 7168) for num_tokens in (1, 7, 16, 32, 33, 64)]
+PRODUCTS += [(1024, 1536, 3, True), (5120, 3200, 1, True), (5120, 12800, 64, False), (8448, 512, 9, True)]
+PRODUCTS += [(1030, 96, 20, True), (12288, 256, 5, False), (896, 2432, 40, False), (4096, 1024, 65, False)]
+"""Outputs, inputs of a rank, tokens, and whether there is a bias; the last is too long for a sum of its own."""
 
 
 def say(rank: int, *words: Any) -> None:
@@ -85,6 +91,47 @@ def check_replays(reducer: PeerReducer, rank: int, device: str) -> list[torch.Te
     return kept
 
 
+def check_products(reducer: PeerReducer, rank: int, device: str) -> list[torch.Tensor]:
+    """Products that sum over ranks themselves have the bits of a product and a sum after it. 40 replays of each graph.
+
+    The launches' numbers overflow on the way. A rank is late now and then.
+    """
+    reducer.buffers.words.counters[1] = (1 << 31) - 3000
+    kept = []
+    for num_out, num_in, num_tokens, with_bias in PRODUCTS:
+        make = torch.Generator(device).manual_seed(num_out + num_tokens)
+
+        def random(*shape: int, make: torch.Generator = make) -> torch.Tensor:
+            return torch.randn(shape, generator=make, device=device).to(BF16)
+
+        stream, norm = make_normed_residual(random(num_tokens, num_out), random(num_out)), random(num_out)
+        shared_bias = random(num_out)
+        make.manual_seed(rank)
+        x, weight = random(num_tokens, num_in), random(num_out, num_in) * num_in**-0.5
+        bias = shared_bias if with_bias and rank == 0 else None
+        wanted = reducer.add_reduced(stream, skinny.few_rows_linear(x, weight, bias), norm)
+        results = [reducer.add_linear(stream, x, weight, bias, norm)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(16):
+                results.append(reducer.add_linear(stream, x, weight, bias, norm))
+        for repeat in range(40):
+            for result in results[1:]:
+                result.x.fill_(float("nan"))
+            if repeat % 10 == 5 * rank:
+                time.sleep(0.003)
+            graph.replay()
+            assert not reducer.buffers.status.item(), f"{num_out}, {num_tokens}: a word did not come within the limit"
+            for i, result in enumerate(results):
+                where = f"{num_out} x {num_in}, {num_tokens} tokens, replay {repeat}, launch {i}"
+                assert torch.equal(result.x, wanted.x) and torch.equal(result.weighted, wanted.weighted), where
+                parts = result.squares[:, :num_tokens].sum(0), wanted.squares[:, :num_tokens].sum(0)
+                torch.testing.assert_close(*parts, rtol=1e-5, atol=1e-5)
+        kept += [results[-1].x, results[-1].weighted]
+    say(rank, f"{len(PRODUCTS)} products sum over ranks; {reducer.buffers.words.counters.tolist()}")
+    return kept
+
+
 def run_rank(rank: int, folder: Path) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     device = f"cuda:{rank}"
@@ -96,6 +143,7 @@ def run_rank(rank: int, folder: Path) -> None:
     reducer = open_reducer(torch.device(device), MAX_PUSHED_BYTES)
     assert reducer is not None
     kept = check_shapes(reducer, rank, device) + check_replays(reducer, rank, device)
+    kept += check_products(reducer, rank, device)
     torch.save([x.cpu() for x in kept], folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -8,19 +8,38 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.reference.norms import NormedResidual, make_normed_residual
+from octavo.kernels.reference.norms import NormedResidual, add_rms_norm, make_normed_residual
 from octavo.models.linear import TensorParallel
 
 T = TypeVar("T")
 
 
+class ThreadSums:
+    """`ops.RankSums` of operations one by one."""
+
+    def __init__(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self.all_reduce = all_reduce
+
+    def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
+        return make_normed_residual(residual.x + self.all_reduce(partial), norm)
+
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+    ) -> NormedResidual:
+        return self.add_reduced(residual, F.linear(x, weight, bias), norm)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.all_reduce(x), residual, norm, eps)
+
+
 class Ranks:
     """Ranks whose collectives exchange tensors through a list, with a barrier. Their sums are equal in all bits."""
 
-    def __init__(self, size: int, *, adds_to_residual: bool = False) -> None:
-        self.adds_to_residual = adds_to_residual
+    def __init__(self, size: int, *, fuses_sums: bool = False) -> None:
+        self.fuses_sums = fuses_sums
         self.parts: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=120)
 
@@ -35,15 +54,12 @@ class Ranks:
         def all_reduce(part: Tensor) -> Tensor:
             return torch.stack(exchange(part)).sum(0)
 
-        def add_reduced(residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
-            return make_normed_residual(residual.x + all_reduce(partial), norm)
-
         return TensorParallel(
             rank,
             len(self.parts),
             all_reduce,
             all_gather=lambda part: torch.cat(exchange(part), dim=1),
-            add_reduced=add_reduced if self.adds_to_residual else None,
+            sums=ThreadSums(all_reduce) if self.fuses_sums else None,
         )
 
     def run(self, run: Callable[[TensorParallel], T]) -> list[T]:

@@ -29,7 +29,7 @@ from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 from octavo.models.spec.ranks import check_tensor_parallel
 from tests.models.quantization.writers import VARIANTS, quantise
-from tests.models.ranks import Ranks
+from tests.models.ranks import Ranks, ThreadSums
 from tests.models.test_kept_weights import DEQUANTISED, KeepingOps
 from tests.models.tiny import (
     PagedRun,
@@ -94,15 +94,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     return Models()
 
 
-def run_ranks(
-    path: Path, size: int, chunk: int = 7, *, adds_to_residual: bool = False, **options: Any
-) -> list[list[Tensor]]:
+def run_ranks(path: Path, size: int, chunk: int = 7, *, fuses_sums: bool = False, **options: Any) -> list[list[Tensor]]:
     """The logits of each prompt, of each rank."""
 
     def run(tp: TensorParallel) -> list[Tensor]:
         return PagedRun(load_tiny(path, tp=tp, **options), PROMPTS, block_size=8, tp_size=size).run(chunk)
 
-    return Ranks(size, adds_to_residual=adds_to_residual).run(run)
+    return Ranks(size, fuses_sums=fuses_sums).run(run)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -121,9 +119,27 @@ def test_small_batches_of_ranks_have_a_path_where_sums_are_added_to_the_residual
     directory, expected = models[case]
     ops = SmallBatchPath()
     assert load_tiny(directory, ops, tp=TensorParallel(0, 2)).max_small_batch_tokens == 0
-    for result in run_ranks(directory, 2, adds_to_residual=True, ops=ops):
+    for result in run_ranks(directory, 2, fuses_sums=True, ops=ops):
         for actual, wanted in zip(result, expected, strict=True):
             assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norms_sum_the_parts_of_ranks(models: Any, case: str) -> None:
+    directory, expected = models[case]
+    for result in run_ranks(directory, 2, fuses_sums=True, ops=reference):
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "sums"), [("llama", True), ("qwen3_moe", True), ("qwen3_next", True), ("gemma3", False), ("olmo2", False)]
+)
+def test_layers_with_norms_before_their_parts_alone_leave_sums_to_norms(models: Any, case: str, sums: bool) -> None:
+    tp = TensorParallel(0, 2, all_reduce=lambda x: x)
+    assert not load_tiny(models[case][0], reference, tp=tp).tp.sums_in_norms
+    tp = dataclasses.replace(tp, sums=ThreadSums(lambda x: x))
+    assert load_tiny(models[case][0], reference, tp=tp).tp.sums_in_norms is sums
 
 
 @pytest.mark.parametrize("size", [2, 4])

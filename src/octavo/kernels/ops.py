@@ -19,6 +19,27 @@ from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 
 
+class RankSums(Protocol):
+    """Sums of tensor parallel ranks' parts of an output, each in one operation with what follows; on a GPU.
+
+    residual, x, partial [num_tokens, size]; norm [size], the weight of the next RMS norm
+    """
+
+    def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
+        """residual + the sum of all ranks' partial."""
+        ...
+
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+    ) -> NormedResidual:
+        """residual + the sum of all ranks' x @ weight.T + bias, for at most `max_small_batch_tokens`."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(the RMS norm of residual + the sum of all ranks' x, that sum)."""
+        ...
+
+
 class ModelOps(Protocol):
     """Operations that models call."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -104,6 +105,9 @@ class Decoder:
         self.spec = spec
         self.stored_kv_scales: Tensor | None = None
         self.ops = ops = factory.ops
+        if factory.tp.sums is not None and spec.has_norms_before_only:
+            factory = replace(factory, tp=replace(factory.tp, sums_in_norms=True))
+        self.tp = factory.tp
         self.vocabulary = VocabEmbedding(spec, factory)
         self.embedding_scale = spec.embedding_scale
         if spec.rounded_scale:  # as in training: bfloat16 rounds sqrt(640) of Gemma 3 270M to 25.25
@@ -171,11 +175,13 @@ class Decoder:
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
         if len(x) <= self.max_small_batch_tokens:
+            if self.tp.sums_in_norms and self.tp.all_reduce is not None:
+                x = self.tp.all_reduce(x)
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows), sliced=sliced)
         residual = torch.zeros_like(x)
         for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):
             x, residual = layer(x, residual, *memory, table, logits_rows if layer is self.layers[-1] else None)
-        x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+        x, _ = self.tp.add_rms_norm(self.ops, x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x, sliced=sliced)
 
     def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:

@@ -60,11 +60,10 @@ class Experts:
             self.shared_gate = WholeLinear(linears["shared_gate"], factory)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._partial(x)
-        return y if self.tp.all_reduce is None else self.tp.all_reduce(y)
+        return self.tp.reduced(self._partial(x))
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = self.ops.add_rms_norm(x, residual, norm, eps)
+        normed, total = self.tp.add_rms_norm(self.ops, x, residual, norm, eps)
         return self(normed), total
 
     def _route(self, x: Tensor) -> Routing:
@@ -86,14 +85,14 @@ class Experts:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        return 0 if self.tp.size > 1 and self.tp.add_reduced is None else NO_LIMIT
+        return 0 if self.tp.size > 1 and self.tp.sums is None else NO_LIMIT
 
     def forward_small_batch(
         self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
     ) -> NormedResidual:
         y = self._partial(self.ops.rms_norm(residual.x, norm, eps))
-        if self.tp.add_reduced is not None:
-            return self.tp.add_reduced(residual, y, next_norm)
+        if self.tp.sums is not None:
+            return self.tp.sums.add_reduced(residual, y, next_norm)
         return self.ops.make_normed_residual(residual.x + y, next_norm)
 
     def weights(self, prefix: str) -> Iterator[Weight]:

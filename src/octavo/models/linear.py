@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.groups import Groups
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.ops import ModelOps
+from octavo.kernels.ops import ModelOps, RankSums
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod, Role
 from octavo.models.spec import LinearShape, ModelSpec
@@ -33,15 +33,28 @@ class TensorParallel:
     all_reduce  the sum of the ranks' tensors, in equal bits on all ranks; may reuse the argument's memory. It sums
                 partial outputs, once after attention and once after the MLP
     all_gather  [n, m] -> [n, size * m], the columns of rank r from r * m on: the logits, or the winners of their slices
-    add_reduced (residual, partial, norm) -> residual + the sum of the ranks' partial outputs, with the next norm's
-                weight; None: there is no small-batch path
+    sums        of the ranks' partial outputs, fused with what follows; None: there is no small-batch path
+    sums_in_norms  outputs of layers and embeddings stay partial until the next norm sums them (`sums.add_rms_norm`)
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
     all_gather: Callable[[Tensor], Tensor] | None = None
-    add_reduced: Callable[[NormedResidual, Tensor, Tensor], NormedResidual] | None = None
+    sums: RankSums | None = None
+    sums_in_norms: bool = False
+
+    def reduced(self, partial: Tensor) -> Tensor:
+        """The sum of the ranks' partial outputs, unless the next norm takes it."""
+        return partial if self.all_reduce is None or self.sums_in_norms else self.all_reduce(partial)
+
+    def add_rms_norm(
+        self, ops: ModelOps, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(the RMS norm of x + residual, the sum); x as `reduced` returned it."""
+        if self.sums_in_norms and self.sums is not None and len(x):
+            return self.sums.add_rms_norm(x, residual, norm, eps)
+        return ops.add_rms_norm(x, residual, norm, eps)
 
     def kv_heads(self, total: int) -> int:
         """K/V heads of this rank. If ranks are more than heads, rank r has the head r * total // size."""
@@ -161,8 +174,8 @@ class Linear:
         # Where results are summed over ranks, only one rank adds the bias.
         has_bias = shape.bias and not (self.is_partial and tp.rank)
         self.bias = factory.empty(own.num_out) if has_bias else None
-        self.all_reduce = tp.all_reduce if self.is_partial else None
-        self.add_reduced = tp.add_reduced if self.is_partial else None
+        self.ops = factory.ops
+        self.sums = tp.sums if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.reduced(self.partial(x))
@@ -173,6 +186,9 @@ class Linear:
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(this layer's output for the RMS norm of x + residual, the sum); its inputs are not split."""
+        if self.tp.sums_in_norms:
+            normed, total = self.tp.add_rms_norm(self.ops, x, residual, norm, eps)
+            return self.method.apply(normed, self.bias), total
         return self.method.add_norm_linear(x, residual, norm, eps, self.bias)
 
     def gated_partial(self, gate_up: Tensor, gate: Gate) -> Tensor:
@@ -180,13 +196,13 @@ class Linear:
         return self.method.gated(gate_up, self.bias, gate)
 
     def reduced(self, y: Tensor) -> Tensor:
-        """The sum of the ranks' parts, if inputs are split."""
-        return y if self.all_reduce is None else self.all_reduce(y)
+        """The sum of the ranks' parts, if inputs are split; see `TensorParallel.reduced`."""
+        return self.tp.reduced(y) if self.is_partial else y
 
     @property
     def max_small_batch_tokens(self) -> int:
         """Maximum tokens for the fused products below; 0: none."""
-        return 0 if self.is_partial and self.add_reduced is None else self.method.max_small_batch_tokens
+        return 0 if self.is_partial and self.sums is None else self.method.max_small_batch_tokens
 
     def norm_linear(self, residual: NormedResidual, eps: float, gate: Gate = "") -> Tensor:
         """The residual's RMS norm, this layer, and a gated MLP's activation; see `kernels.reference.norm_linear`."""
@@ -194,9 +210,7 @@ class Linear:
 
     def add_linear(self, residual: NormedResidual, x: Tensor, norm: Tensor) -> NormedResidual:
         """residual + this layer's output for x. norm: weight of the next RMS norm."""
-        if self.add_reduced is not None:
-            return self.add_reduced(residual, self.method.few_rows_linear(x, self.bias), norm)
-        return self.method.add_linear(residual, x, self.bias, norm)
+        return self.method.add_linear(residual, x, self.bias, norm, self.sums)
 
     def project_qkv(
         self,
@@ -256,10 +270,10 @@ class VocabEmbedding:
         self.table = self.head if self.tied else factory.method(*own, "table")
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] int64 -> [num_tokens, width]."""
+        """[num_tokens] int64 -> [num_tokens, width]; see `TensorParallel.reduced`."""
         if self.tp.all_reduce is None:
             return self.table.gather_rows(token_ids)
-        return self.tp.all_reduce(self.table.gather_own_rows(token_ids, self.first))
+        return self.tp.reduced(self.table.gather_own_rows(token_ids, self.first))
 
     @property
     def slice(self) -> VocabSlice | None:

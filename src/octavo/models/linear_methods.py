@@ -21,7 +21,7 @@ from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.cpu.packed_linear import MatmulBackend
 from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedExperts, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.ops import ModelOps
+from octavo.kernels.ops import ModelOps, RankSums
 from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.experts import ExpertGate, Routing
 from octavo.kernels.reference.norms import Gate, NormedResidual
@@ -145,8 +145,12 @@ class LinearMethod:
         y = self.apply((residual.weighted * residual.scale(eps)).to(residual.x.dtype), bias)
         return y if not gate else self.ops.silu_mul(y) if gate == "silu" else self.ops.gelu_mul(y)
 
-    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
-        """See `kernels.reference.add_linear`."""
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor, sums: RankSums | None = None
+    ) -> NormedResidual:
+        """See `kernels.reference.add_linear`; with sums, of the sum of all ranks' products."""
+        if sums is not None:
+            return sums.add_reduced(residual, self.few_rows_linear(x, bias), norm)
         return self.ops.make_normed_residual(residual.x + self.apply(x, bias), norm)
 
     def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -199,7 +203,11 @@ class PlainMethod(LinearMethod):
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
         return self.ops.norm_linear(residual, eps, self.weight, bias, gate)
 
-    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor, sums: RankSums | None = None
+    ) -> NormedResidual:
+        if sums is not None:
+            return sums.add_linear(residual, x, self.weight, bias, norm)
         return self.ops.add_linear(residual, x, self.weight, bias, norm)
 
     def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -381,12 +389,14 @@ class PackedMethod(PlainMethod):
             return super().norm_linear(residual, eps, bias, gate)
         return LinearMethod.norm_linear(self, residual, eps, bias, gate)
 
-    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
-        if self.fused is not None:
-            return self.fused.add_linear(residual, x, bias, norm)
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor, sums: RankSums | None = None
+    ) -> NormedResidual:
         if self.packed is None:
-            return super().add_linear(residual, x, bias, norm)
-        return LinearMethod.add_linear(self, residual, x, bias, norm)
+            return super().add_linear(residual, x, bias, norm, sums)
+        if self.fused is not None and sums is None:
+            return self.fused.add_linear(residual, x, bias, norm)
+        return LinearMethod.add_linear(self, residual, x, bias, norm, sums)
 
     def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return super().few_rows_linear(x, bias) if self.packed is None else self.packed(x, bias)

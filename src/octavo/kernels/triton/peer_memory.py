@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.norms import NormedResidual
-from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.triton.linear import skinny
+from octavo.kernels.triton.linear.tuning import TILE_TOKENS, supports_hopper
 from octavo.kernels.triton.reduce import (
     NO_LIMIT,
     PAIRED_BYTES,
@@ -58,7 +59,21 @@ class PeerReducer:
         """residual + the sum of all ranks' partial [num_tokens, size], with the next norm's weight, norm [size]."""
         if self.buffers.slots_for(len(partial), partial.shape[1] * partial.itemsize):
             return push_add(self.buffers, residual, partial, norm)
-        return make_normed_residual(residual.x + self.all_reduce_large(partial), norm)
+        return skinny.make_normed_residual(residual.x + self.all_reduce_large(partial), norm)
+
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+    ) -> NormedResidual:
+        """`add_reduced` of the product x @ weight.T + bias, see `skinny.add_linear`."""
+        num_words = len(x) * len(weight) // 2
+        if (
+            supports_hopper(weight)
+            and len(weight) % 2 == 0
+            and len(x) <= TILE_TOKENS
+            and num_words <= self.buffers.words.capacity
+        ):
+            return skinny.add_linear(residual, x, weight, bias, norm, peers=self.buffers)
+        return self.add_reduced(residual, skinny.few_rows_linear(x, weight, bias), norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""

@@ -46,6 +46,8 @@ FLAG_BYTES = 128
 """At the beginning of a block, a line of memory of its own."""
 PAIRED_BYTES = 1 << 20
 """Longer messages are sent in blocks: measured on two H200s (benchmarks/kernels/bench_reduce.py)."""
+EPILOGUE_BYTES = 1 << 20
+"""Products with longer results sum them in a kernel of their own."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many: all programs of a launch are resident."""
 NO_LIMIT = (1 << 31) - 1
@@ -81,6 +83,24 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """Words that products send from their epilogues, see `linear.ranks_hopper`.
+
+    mine      [2, size, capacity] int64, this rank's: of even and odd epochs, from each rank
+    peers     as of `Slots`
+    counters  [2] int32: programs of the current launch, launches
+    """
+
+    mine: Tensor
+    peers: Tensor
+    counters: Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.mine.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
 class PeerBuffers:
     """The buffers of all ranks, as one rank sees them, and the state of its own.
 
@@ -95,6 +115,7 @@ class PeerBuffers:
     size: int
     pairs: Slots
     blocks: Slots
+    words: Words
     status: Tensor
     stop: Tensor
     spin_limit: int = NO_LIMIT
@@ -116,9 +137,10 @@ class PeerBuffers:
 
 
 def buffer_shapes(size: int, max_bytes: int, paired_bytes: int = PAIRED_BYTES) -> tuple[tuple[int, ...], ...]:
-    """Of the pairs and the blocks of a rank's buffer, in int64, for messages of at most max_bytes."""
+    """Of the pairs, the blocks and the words of a rank's buffer, in int64, for messages of at most max_bytes."""
     pairs = 2, size, cdiv(min(max_bytes, paired_bytes), SLOT_WORDS * WORD_BYTES), SLOT_WORDS
-    return pairs, (2, size, cdiv(max_bytes, BLOCK_BYTES), (FLAG_BYTES + BLOCK_BYTES) // 8)
+    blocks = 2, size, cdiv(max_bytes, BLOCK_BYTES), (FLAG_BYTES + BLOCK_BYTES) // 8
+    return pairs, blocks, (2, size, min(max_bytes, EPILOGUE_BYTES) // WORD_BYTES)
 
 
 def split_buffer(
@@ -131,17 +153,24 @@ def split_buffer(
     paired_bytes: int = PAIRED_BYTES,
 ) -> PeerBuffers:
     """mine  int64 of `buffer_shapes`, this rank's buffer, zeros    addresses  of all ranks' buffers"""
-    num_words = math.prod(shapes[0])
-    pairs = _slots(mine[:num_words].view(shapes[0]), addresses, SLOT_WORDS * WORD_BYTES)
-    blocks = _slots(mine[num_words:].view(shapes[1]), [address + 8 * num_words for address in addresses], BLOCK_BYTES)
-    status = torch.zeros(1, dtype=torch.int32, device=mine.device)
+    parts, peers, begin = [], [], 0
+    for shape in shapes:
+        end = begin + math.prod(shape)
+        parts.append(mine[begin:end].view(shape))
+        peers.append(torch.tensor([address + 8 * begin for address in addresses], device=mine.device))
+        begin = end
+
+    def zeros(number: int) -> Tensor:
+        return torch.zeros(number, dtype=torch.int32, device=mine.device)
+
+    sizes = SLOT_WORDS * WORD_BYTES, BLOCK_BYTES
+    pairs, blocks = (
+        Slots(part, of_peers, zeros(part.shape[2]), size)
+        for part, of_peers, size in zip(parts, peers, sizes, strict=False)
+    )
+    words = Words(parts[2], peers[2], zeros(2))
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=mine.is_cuda)
-    return PeerBuffers(rank, len(addresses), pairs, blocks, status, stop, spin_limit, paired_bytes)
-
-
-def _slots(mine: Tensor, addresses: Sequence[int], unit_bytes: int) -> Slots:
-    peers = torch.tensor(addresses, dtype=torch.int64, device=mine.device)
-    return Slots(mine, peers, torch.zeros(mine.shape[2], dtype=torch.int32, device=mine.device), unit_bytes)
+    return PeerBuffers(rank, len(addresses), pairs, blocks, words, zeros(1), stop, spin_limit, paired_bytes)
 
 
 def push_reduce(buffers: PeerBuffers, x: Tensor) -> Tensor:
@@ -214,7 +243,7 @@ def _is_late(stamped, epoch, valid):
 
 
 @triton.jit
-def _count_read(reads_left, status, stop, LOOK_READS: tl.constexpr):
+def count_read(reads_left, status, stop, LOOK_READS: tl.constexpr):
     """The reads that are left, 0 once this rank has given up. Looks at `stop` now and then.
 
     All threads of the program get the same answer, because it comes from an atomic operation: they meet in the loop.
@@ -331,7 +360,7 @@ def _exchange_pairs(
         while (late != 0) & (reads_left > 0):
             stamped = tl.load(slots, mask=valid, other=0, volatile=True)
             late = _is_late(stamped, epoch, valid)
-            reads_left = _count_read(reads_left, status, stop, LOOK_READS)
+            reads_left = count_read(reads_left, status, stop, LOOK_READS)
         if late != 0:
             tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)  # all threads have read it: they met in `_is_late`
@@ -426,7 +455,7 @@ def _exchange_blocks(
         while (late == 2) | ((late == 1) & (reads_left > 0)):
             found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
             late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
-            reads_left = _count_read(reads_left, status, stop, LOOK_READS)
+            reads_left = count_read(reads_left, status, stop, LOOK_READS)
         tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
         if late != 0:
             tl.atomic_max(status, 1, sem="relaxed")  # LATE

@@ -132,6 +132,11 @@ class DecoderSpec(ModelSpec):
         return norms
 
     @property
+    def has_norms_before_only(self) -> bool:
+        """True if a layer has norms before attention and MLP, and none after them."""
+        return {"attention", "mlp", "after_attention", "after_mlp"} & set(self.norms) == {"attention", "mlp"}
+
+    @property
     def _head_order(self) -> tuple[int, ...]:
         """Row in the checkpoint of each row of a head of Q or K. Pairs are half a head apart, rotated ones first.
 

@@ -58,7 +58,7 @@ class Communicator:
             self._buffers = open_buffers(rank, size, device, self.exchange)
             if self._buffers is not None:
                 peers = PeerReducer(self._buffers, self.all_reduce, self.all_gather)
-                self.tensor_parallel = TensorParallel(rank, size, peers.all_reduce, peers.all_gather, peers.add_reduced)
+                self.tensor_parallel = TensorParallel(rank, size, peers.all_reduce, peers.all_gather, peers)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Reuses x's memory."""

@@ -355,9 +355,9 @@ def _consumer(
         FORMAT, PLANES, COLUMNS, ZERO, SCALES, STEP, TOKENS, STAGES, HALVES,
     )  # fmt: skip
     finish_tile(
-        acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
+        acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers, 0,
         tile, 0, split, num_tokens, num_out, num_in, num_squares, eps,
-        PADDED, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+        PADDED, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, 1,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ sum after it, are kernels that take as long to start as to run. Here they are fu
     make_normed_residual  x -> residual
     norm_linear           residual -> rms_norm(residual) @ weight.T; for a gated MLP also the activation
     add_linear            residual, x -> residual + x @ weight.T
-    few_rows_linear       x -> x @ weight.T, one rank's part of what `reduce.push_add` adds to the residual
+    few_rows_linear       x -> x @ weight.T, one rank's part of what `reduce.push_add` adds to the residual; on Hopper,
+                          `add_linear` of ranks sums the parts itself
     project_qkv           residual -> q, and K and V to their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
 
 A layer is then four products, attention, and at most one kernel before it. The norm's scale is the same for all outputs
@@ -22,6 +23,7 @@ to finish adds the partial sums in a fixed order, so results do not depend on wh
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -43,6 +45,9 @@ from octavo.kernels.triton.linear.tuning import (
     padded_tokens,
     supports_hopper,
 )
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.reduce import PeerBuffers
 
 CACHE_LINE_BYTES = tl.constexpr(128)
 PREFETCH_COLUMNS = tl.constexpr(1024)
@@ -84,9 +89,13 @@ def add_linear(
     norm: Tensor,
     *,
     tuning: Tuning | None = None,
+    peers: PeerBuffers | None = None,
 ) -> NormedResidual:
-    """`reference.add_linear` for at most `max_small_batch_tokens`; weight is contiguous. Rounded once, at the end."""
-    y, norm_outputs = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm)
+    """`reference.add_linear` for at most `max_small_batch_tokens`; weight is contiguous. Rounded once, at the end.
+
+    peers  the product is the sum of the ranks' products, each rounded before; only where `sums_in_epilogue`
+    """
+    y, norm_outputs = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm, peers=peers)
     assert norm_outputs is not None
     return NormedResidual(y, *norm_outputs)
 
@@ -141,6 +150,7 @@ def _launch(
     eps: float = 0.0,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
+    peers: PeerBuffers | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """-> y, and with a norm its (weighted, squares). Launches on a device must not overlap: they share the counters."""
     num_tokens, num_in = x.shape
@@ -151,7 +161,7 @@ def _launch(
         from octavo.kernels.triton.linear import skinny_hopper  # only where the GPU has its instructions
 
         return skinny_hopper.launch(
-            x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm
+            x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm, peers=peers
         )
     assert num_tokens <= MAX_TOKENS
     assert not (gate and tuning.splits > 1), tuning

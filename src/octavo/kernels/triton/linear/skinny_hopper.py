@@ -34,7 +34,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from octavo.kernels.reference.norms import Gate
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.linear.ranks_hopper import begin_launch, sum_over_ranks
 from octavo.kernels.triton.linear.tuning import TILE_TOKENS, HopperTuning, padded_tokens
+from octavo.kernels.triton.reduce import PeerBuffers
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -58,8 +60,11 @@ def launch(
     eps: float,
     residual: Tensor | None,
     norm: Tensor | None,
+    peers: PeerBuffers | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """-> y, and with a norm its (weighted, squares). Strides must be multiples of 16 bytes, for TMA.
+
+    peers  of the ranks whose products are summed
 
     Launches on a device must not overlap: they share the barrier counters.
     """
@@ -73,6 +78,12 @@ def launch(
     if norm is not None:
         norm_outputs = torch.empty_like(y), torch.empty(row_shares, padded, dtype=torch.float32, device=x.device)
     num_sums = programs * (num_rows // num_out) * tuning.rows * tokens if tuning.splits > 1 else 0
+    words: tuple[Tensor | None, ...] = (None,) * 5
+    numbers = 0, 0, 0
+    if peers is not None:
+        mine, addresses, counters = peers.words.mine, peers.words.peers, peers.words.counters
+        words = mine, addresses, counters, peers.status, peers.stop
+        numbers = peers.rank, peers.words.capacity, peers.spin_limit
     xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
     weights = TensorDescriptor(weight, [num_rows, num_in], [num_in, 1], [tuning.rows, tuning.columns], LAYOUT)
     _skinny_hopper[(programs,)](
@@ -81,11 +92,13 @@ def launch(
         *or_placeholder(y, bias, squares, residual, norm, y, *(norm_outputs or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
         barrier_counters(x.device),
+        *or_placeholder(y, *words),
         num_tokens,
         num_out,
         num_in,
         0 if squares is None else len(squares),
         eps,
+        *numbers,
         ROWS=tuning.rows,
         TOKENS=tokens,
         PADDED=padded,
@@ -97,6 +110,7 @@ def launch(
         WITH_BIAS=bias is not None,
         WITH_RESIDUAL=residual is not None,
         WITH_NORM=norm is not None,
+        NUM_RANKS=1 if peers is None else peers.size,
         num_warps=4,
         maxnreg=tuning.registers,
         **pdl_options(x.device),
@@ -228,12 +242,12 @@ def load_epilogue_inputs(
 
 @gluon.jit
 def _epilogue(
-    acc, up, squares, first_squares, inputs, y, weighted, out_squares,
+    acc, up, squares, first_squares, inputs, y, weighted, out_squares, ranks,
     first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
     PADDED: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
-    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
+    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr, NUM_RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Apply scale, bias, gate, residual and norm to the sums [rows, tokens], and store them.
+    """Apply scale, bias, gate, the sum over ranks, residual and norm to the sums [rows, tokens], and store them.
 
     out_squares  [PADDED], sums of squares of these rows
     """
@@ -261,6 +275,8 @@ def _epilogue(
         acc = acc / (1.0 + gl.exp(-acc)) * up
     if GATE == "gelu":
         acc = acc / (1.0 + gl.exp(-GELU_SLOPE * (acc + 0.044715 * acc * acc * acc))) * up
+    if NUM_RANKS > 1:
+        acc = sum_over_ranks(acc, ranks, first_row, first_token, num_tokens, num_out, NUM_RANKS)
     if WITH_RESIDUAL:
         acc += residual_values.to(gl.float32)
     rounded = acc.to(DTYPE)
@@ -294,12 +310,15 @@ def finished_layout(acc_layout, rows, splits):
 
 @gluon.jit
 def finish_tile(
-    acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
+    acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers, ranks,
     tile, first_token, split, num_tokens, num_out, num_in, num_squares, eps,
     PADDED: gl.constexpr, SPLITS: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
-    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
+    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr, NUM_RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Exchange the sums [rows, tokens] of programs that share a tile, then finish this program's share."""
+    """Exchange the sums [rows, tokens] of programs that share a tile, then finish this program's share.
+
+    ranks  of `sum_over_ranks`, if there are several
+    """
     ACC: gl.constexpr = acc.type.layout
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
@@ -309,9 +328,9 @@ def finish_tile(
     out_squares += (tile * SPLITS + split) * PADDED
     if SPLITS == 1:
         _epilogue(
-            acc, up, squares, first_squares, inputs, y, weighted, out_squares,
+            acc, up, squares, first_squares, inputs, y, weighted, out_squares, ranks,
             first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
-            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, NUM_RANKS,
         )  # fmt: skip
     else:
         SIZE: gl.constexpr = (2 if GATE != "" else 1) * ROWS * TOKENS  # a token's rows are adjacent
@@ -334,9 +353,9 @@ def finish_tile(
             if GATE != "":
                 up_share += gl.load(ptrs + ROWS * TOKENS, cache_modifier=".cg")
         _epilogue(
-            share, up_share, squares, first_squares, inputs, y, weighted, out_squares,
+            share, up_share, squares, first_squares, inputs, y, weighted, out_squares, ranks,
             first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
-            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, NUM_RANKS,
         )  # fmt: skip
 
 
@@ -346,11 +365,12 @@ _ = finish_tile.cache_key
 
 @gluon.jit
 def _consumer(
-    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
+    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers, words, peers, launch_counters,
+    status, stop, rank, capacity, spin_limit,
     ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
-    WITH_NORM: gl.constexpr, USE_PDL: gl.constexpr,
+    WITH_NORM: gl.constexpr, NUM_RANKS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """The four consumer warps, which multiply."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
@@ -363,6 +383,10 @@ def _consumer(
         bias, residual, norm, tile * ROWS + split * SHARE, first_token, num_tokens, num_out,
         SHARE, TOKENS, finished_layout(ACC, ROWS, SPLITS), GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
     )  # fmt: skip
+    epoch = rank
+    if NUM_RANKS > 1:
+        epoch = begin_launch(launch_counters)
+    ranks = (words, peers, epoch, status, stop, rank, capacity, spin_limit)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     for iteration in range(end - begin):
@@ -377,13 +401,13 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(free.index(stage), count=1)
     finish_tile(
-        acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
+        acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers, ranks,
         tile, first_token, split, num_tokens, num_out, num_in, num_squares, eps,
-        PADDED, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+        PADDED, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, NUM_RANKS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_squares"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_squares", "rank", "spin_limit"])
 def _skinny_hopper(
     xs,
     weights,
@@ -396,11 +420,19 @@ def _skinny_hopper(
     out_squares,
     partial_sums,
     barriers,
+    words,
+    peers,
+    launch_counters,
+    status,
+    stop,
     num_tokens,
     num_out,
     num_in,
     num_squares,
     eps,
+    rank,
+    capacity,
+    spin_limit,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     PADDED: gl.constexpr,
@@ -412,6 +444,7 @@ def _skinny_hopper(
     WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr,
     WITH_NORM: gl.constexpr,
+    NUM_RANKS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
     """A tile of rows, a tile of tokens, and one of SPLITS ranges of the columns; tiles of the same rows are adjacent.
@@ -433,8 +466,10 @@ def _skinny_hopper(
                 _consumer,
                 (
                     bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
+                    words, peers, launch_counters, status, stop, rank, capacity, spin_limit,
                     ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
-                    ROWS, TOKENS, PADDED, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, USE_PDL,
+                    ROWS, TOKENS, PADDED, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, NUM_RANKS,
+                    USE_PDL,
                 ),
             ),
             (
