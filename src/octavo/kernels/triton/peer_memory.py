@@ -14,12 +14,14 @@ from torch import Tensor
 
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.triton.norms import add_rms_norm
 from octavo.kernels.triton.reduce import (
     NO_LIMIT,
     PAIRED_BYTES,
     PeerBuffers,
     buffer_shapes,
     push_add,
+    push_add_norm,
     push_gather,
     push_reduce,
     split_buffer,
@@ -59,6 +61,13 @@ class PeerReducer:
         if self.buffers.slots_for(len(partial), partial.shape[1] * partial.itemsize):
             return push_add(self.buffers, residual, partial, norm)
         return make_normed_residual(residual.x + self.all_reduce_large(partial), norm)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`reference.add_rms_norm` of the sum of all ranks' x [num_tokens, size], which it may overwrite."""
+        x = x.contiguous()
+        if self.buffers.blocks.fits(len(x), x.shape[1] * x.itemsize):
+            return push_add_norm(self.buffers, x, residual.contiguous(), norm, eps)
+        return add_rms_norm(self.all_reduce_large(x), residual, norm, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""
