@@ -2,6 +2,9 @@
 
 `PYTHONPATH=src python benchmarks/kernels/bench_reduce.py [--ranks 2] [--way pairs]`: microseconds of a call in a CUDA
 graph of 64 calls, of the slowest rank. Each width ends with the smallest messages that blocks and NCCL sum faster.
+
++norm  with residual and the next norm, which the small-batch path applies later
+whole  with residual and whole norm, in blocks whatever the way; `2 steps`: the pushed sum, then a kernel for the rest
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import torch.multiprocessing as mp
 
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear.skinny import add_linear, few_rows_linear, make_normed_residual
+from octavo.kernels.triton.norms import add_rms_norm
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
-from octavo.kernels.triton.reduce import PAIRED_BYTES, push_add, push_gather, push_reduce
+from octavo.kernels.triton.reduce import PAIRED_BYTES, push_add, push_add_norm, push_gather, push_reduce
 
 CALLS, REPLAYS, ROUNDS = 64, 20, 3
 MAX_BYTES = 16 << 20
+EPS = 1e-6
 SPIN_LIMIT = 1 << 24
 """About 20 s: a rank compiles kernels while another waits."""
 
@@ -105,8 +110,8 @@ def measure(rank: int, ranks: int, store: str, ways: list[str]) -> None:
     buffers = {way: replace(reducer.buffers, paired_bytes=limits[way]) for way in ways}
     status = reducer.buffers.status
     say(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}; microseconds of a call")
-    pushed = "".join(f"{way:>9}{'+norm':>9}{'gather':>9}" for way in ways)
-    say(f"{'bfloat16':14}{'KiB':>7}{pushed}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
+    pushed = "".join(f"{way:>9}{'+norm':>9}{'gather':>9}{'2 steps':>9}" for way in ways)
+    say(f"{'bfloat16':14}{'KiB':>7}{pushed}{'whole':>9}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
     for width in (4096, 8192):
         faster: dict[str, int] = {}
         for rows in (1, 8, 32, 64, 128, 256, 512, 1024):
@@ -127,16 +132,18 @@ def measure(rank: int, ranks: int, store: str, ways: list[str]) -> None:
                     lambda way=way, x=x: push_reduce(way, x),
                     lambda way=way, x=x, stream=stream, norm=norm: push_add(way, stream, x, norm),
                     lambda way=way, x=x: push_gather(way, x),
+                    lambda way=way, x=x, r=stream.x, norm=norm: add_rms_norm(push_reduce(way, x), r, norm, EPS),
                 ]
+            calls.append(lambda x=x, r=stream.x, norm=norm: push_add_norm(reducer.buffers, x, r, norm, EPS))
             calls += [nccl, nccl_add]
             times = [graph_us(call, device) for call in calls]
             theirs = one_shot if isinstance(one_shot, str) else f"{graph_us(one_shot, device):9.2f}"
             if status.item():
                 raise RuntimeError(f"rank {rank}, {rows} x {width}: a word did not come within the spin limit")
             say(f"{rows:5} x {width:6}{x.nbytes >> 10:7}", *(f"{us:8.2f}" for us in times), theirs, flush=True)
-            if times[-2] < min(times[:-2:3]):
+            if times[-2] < min(times[:-3:4]):
                 faster.setdefault("NCCL", x.nbytes)
-            if len(ways) == 2 and times[3] < times[0]:
+            if len(ways) == 2 and times[4] < times[0]:
                 faster.setdefault("blocks", x.nbytes)
         for name in ("blocks", "NCCL"):
             first = f"{faster[name] >> 10} KiB" if name in faster else "none of these"

@@ -26,6 +26,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [Case(rows, width, BF16) for rows in (1, 8, 33, 64) for width in (96, 1030, 4096, 8192)]
 CASES += [Case(3, 4096, F16), Case(5, 2050, F32), Case(128, 4096, BF16)]
 CASES += [Case(256, 4096, BF16), Case(130, 8192, F16), Case(300, 1030, F32), Case(900, 4096, BF16)]
+CASES += [Case(rows, 9000, dtype, norm=F32) for rows in (8, 300) for dtype in (BF16, F16)]
 NCCL_CASES = [Case(1030, 4096, BF16), Case(1, 75, BF16)]
 """Too long, and no whole words."""
 PRODUCTS = [(4096, num_in, num_tokens, False) for num_in in (2048, 7168) for num_tokens in (1, 7, 16, 32, 33, 64)]
@@ -87,7 +88,7 @@ def check_replays(reducer: PeerReducer, rank: int, device: str) -> list[torch.Te
             assert not reducer.buffers.status.item(), f"replay {repeat}: a word did not come within the limit"
             assert torch.equal(out, expected), f"replay {repeat} differs from separate launches"
             kept.append(out.clone())
-    say(rank, "300 replays of 64 x 3 collectives are right")
+    say(rank, "300 replays of 64 x 4 collectives are right")
     return kept
 
 

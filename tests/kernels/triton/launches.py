@@ -286,6 +286,9 @@ def sums_over_ranks() -> None:
             reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
             reduce.push_gather(buffers, x)
             reduce.push_reduce(buffers, x)
+        for width, weight in ((4096, dtype), (9000, F32)):
+            x = torch.empty(64, width, dtype=dtype)
+            reduce.push_add_norm(buffers, x, x, torch.empty(width, dtype=weight), 1e-6)
 
 
 def winners_of_slices() -> None:

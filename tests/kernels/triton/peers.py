@@ -13,22 +13,29 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from octavo.kernels.reference.norms import NormedResidual, make_normed_residual
+from octavo.kernels.reference.norms import NormedResidual, make_normed_residual, rms_norm
 from octavo.kernels.triton import reduce
 from octavo.kernels.triton.reduce import PeerBuffers
 
+EPS = 1e-5
+
 
 class Case(NamedTuple):
+    """norm: the dtype of the norm's weight, if it is another one"""
+
     rows: int
     width: int
     dtype: torch.dtype
     repeats: int = 1
+    norm: torch.dtype | None = None
 
 
 class Collectives(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def all_gather(self, x: Tensor) -> Tensor: ...
 
@@ -45,27 +52,29 @@ class Inputs(NamedTuple):
         make = torch.Generator().manual_seed(repeat)
         tensors = [torch.randn(case.rows, case.width, generator=make) for _ in range(size + 1)]
         *partials, residual = (x.to(device=device, dtype=case.dtype) for x in tensors)
-        norm = torch.rand(case.width, generator=make).to(device=device, dtype=case.dtype)
+        norm = torch.rand(case.width, generator=make).to(device=device, dtype=case.norm or case.dtype)
         return cls(partials, residual, norm)
 
 
 def collect(ranks: Collectives, case: Case, inputs: Inputs, rank: int) -> list[Tensor]:
-    """A rank's results: sum, residual, weighted, sums of squares, gathered."""
+    """A rank's results: sum, residual, weighted, sums of squares, gathered, whole norm, its residual."""
     partial = inputs.partials[rank]
     stream = make_normed_residual(inputs.residual, inputs.norm)
     after = ranks.add_reduced(stream, partial.clone(), inputs.norm)
     gathered = ranks.all_gather(partial)
+    whole = ranks.add_rms_norm(partial.clone(), inputs.residual, inputs.norm, EPS)
     total = ranks.all_reduce(partial.clone())
-    return [total, after.x, after.weighted, after.squares[:, : case.rows].sum(0), gathered]
+    return [total, after.x, after.weighted, after.squares[:, : case.rows].sum(0), gathered, *whole]
 
 
 def check(results: Sequence[Tensor], inputs: Inputs, *, is_pushed: bool = True) -> None:
-    """Pushed sums of two ranks are exact up to one rounding, NCCL's have two; `weighted` is of the rounded residual."""
+    """Pushed sums of two ranks are exact up to one rounding, NCCL's have two; norms are of the rounded residual."""
     dtype, wide = inputs.residual.dtype, [x.float() for x in inputs.partials]
-    total, stream, weighted, squares, gathered = results
+    total, stream, weighted, squares, gathered, normed, normed_stream = results
     assert torch.equal(gathered, torch.cat(inputs.partials, 1))
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype] * (2 - is_pushed)
-    for actual, expected in ((total, sum(wide)), (stream, sum(wide) + inputs.residual.float())):
+    expected_stream = sum(wide) + inputs.residual.float()
+    for actual, expected in ((total, sum(wide)), (stream, expected_stream), (normed_stream, expected_stream)):
         assert isinstance(expected, Tensor)
         if len(wide) == 2 and is_pushed and rounds(dtype, actual):
             torch.testing.assert_close(actual, expected.to(dtype), rtol=0, atol=0)
@@ -74,6 +83,15 @@ def check(results: Sequence[Tensor], inputs: Inputs, *, is_pushed: bool = True) 
     exact = 0 if rounds(dtype, weighted) else tolerance
     torch.testing.assert_close(weighted, expected.weighted.to(dtype), rtol=exact, atol=exact)
     torch.testing.assert_close(squares, expected.squares[0], rtol=1e-5, atol=1e-5)
+    check_norm(normed, rms_norm(normed_stream, inputs.norm, EPS))
+
+
+def check_norm(normed: Tensor, expected: Tensor) -> None:
+    """Few numbers are another one of 16 bits: by another order of the squares, not by other roundings of the norm."""
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[normed.dtype]
+    torch.testing.assert_close(normed, expected, rtol=tolerance, atol=tolerance)
+    if normed.dtype != torch.float32 and rounds(normed.dtype, normed):
+        assert (normed != expected).float().mean() < 0.02
 
 
 def rounds(dtype: torch.dtype, result: Tensor) -> bool:
@@ -92,6 +110,9 @@ class Pushing:
 
     def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
         return reduce.push_add(self.buffers, residual, partial, norm)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return reduce.push_add_norm(self.buffers, x, residual, norm, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return reduce.push_gather(self.buffers, x)

@@ -16,6 +16,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES = [
     *(Case(1, 96, F32, 3), Case(1, 4096, BF16), Case(64, 96, F16), Case(17, 1030, BF16), Case(5, 2050, F16)),
     *(Case(33, 130, F32), Case(2, 4096, F32), Case(3, 5000, F32), Case(1, 96, F32, 2), Case(7, 3, F32)),
+    *(Case(17, 1030, BF16, norm=F32), Case(3, 4098, BF16, norm=F32), Case(2, 9000, F16), Case(2, 9000, F16, norm=F32)),
 ]
 PAIRS, BLOCKS = 1 << 20, 0
 """Longest message in pairs, so that all are sent in one way."""
@@ -41,7 +42,9 @@ def test_ranks_get_the_same_sums_for_every_shape(tmp_path: Path, paired_bytes: i
 
 @pytest.mark.parametrize("paired_bytes", [PAIRS, BLOCKS])
 def test_an_odd_number_of_ranks(tmp_path: Path, paired_bytes: int) -> None:
-    check_ranks(3, 0, [Case(3, 96, F32, 3), Case(2, 2050, BF16)], tmp_path, paired_bytes=paired_bytes)
+    check_ranks(
+        3, 0, [Case(3, 96, F32, 3), Case(2, 2050, BF16), Case(2, 5000, F32)], tmp_path, paired_bytes=paired_bytes
+    )
 
 
 def test_repeated_launches_with_delayed_ranks_while_epochs_overflow(tmp_path: Path) -> None:
@@ -108,7 +111,8 @@ def test_a_rank_waits_for_every_word_of_the_epoch() -> None:
         assert missing is not None or torch.equal(total, theirs + 1)
 
 
-def test_a_rank_waits_for_every_flag_of_the_epoch() -> None:
+@pytest.mark.parametrize("whole_norm", [False, True])
+def test_a_rank_waits_for_every_flag_of_the_epoch(whole_norm: bool) -> None:
     """Rank 1's blocks have come, and the second's flag is that of another use or of this one."""
     for second in (-1, 1):
         rank, _memory = lone_rank(3, BLOCKS)
@@ -117,9 +121,10 @@ def test_a_rank_waits_for_every_flag_of_the_epoch() -> None:
         blocks[:, 0] = torch.tensor([1, second])
         data = theirs.view(torch.int32)
         blocks[0, 32:], blocks[1, 32 : 32 + 4000 - 2048] = data[:2048], data[2048:]
-        total = rank.all_reduce(torch.ones(4000))
+        ones, zeros = torch.ones(1, 4000), torch.zeros(1, 4000)
+        total = rank.add_rms_norm(ones, zeros, zeros[0], 0.0)[1] if whole_norm else rank.all_reduce(ones)
         assert rank.buffers.status.item() == (second != 1)
-        assert second != 1 or torch.equal(total, theirs + 1)
+        assert second != 1 or torch.equal(total[0], theirs + 1)
 
 
 @pytest.mark.parametrize(

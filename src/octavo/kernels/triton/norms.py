@@ -87,8 +87,12 @@ def normed_rows(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
     norm_weight = tl.load(weight + column, mask=column < SIZE, other=0.0)
-    normed = wide * scale[:, None]
-    if norm_weight.dtype == values.dtype:  # a wider weight is applied before rounding
-        normed = normed.to(values.dtype).to(tl.float32)
-    normed = normed * norm_weight.to(tl.float32)[None, :]
-    return normed.to(values.dtype), offsets, mask
+    return weigh(wide * scale[:, None], norm_weight[None, :], values.dtype), offsets, mask
+
+
+@triton.jit
+def weigh(normed, weight, dtype: tl.constexpr):
+    """Norms in float32, times their weight, in dtype."""
+    if weight.dtype == dtype:  # a wider weight is applied before rounding
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype)

@@ -15,12 +15,14 @@ from torch import Tensor
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import skinny
 from octavo.kernels.triton.linear.tuning import TILE_TOKENS, supports_hopper
+from octavo.kernels.triton.norms import add_rms_norm
 from octavo.kernels.triton.reduce import (
     NO_LIMIT,
     PAIRED_BYTES,
     PeerBuffers,
     buffer_shapes,
     push_add,
+    push_add_norm,
     push_gather,
     push_reduce,
     split_buffer,
@@ -74,6 +76,13 @@ class PeerReducer:
         ):
             return skinny.add_linear(residual, x, weight, bias, norm, peers=self.buffers)
         return self.add_reduced(residual, skinny.few_rows_linear(x, weight, bias), norm)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`reference.add_rms_norm` of the sum of all ranks' x [num_tokens, size], which it may overwrite."""
+        x = x.contiguous()
+        if self.buffers.blocks.fits(len(x), x.shape[1] * x.itemsize):
+            return push_add_norm(self.buffers, x, residual.contiguous(), norm, eps)
+        return add_rms_norm(self.all_reduce_large(x), residual, norm, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""
