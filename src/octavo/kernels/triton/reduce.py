@@ -15,8 +15,8 @@ blocks  (long messages) Data is sent as it is. Then all threads of the program m
 * A whole norm needs the squares of a row: one program sends and receives all units of the row.
 * A rank can be one use of a slot ahead of another, which still reads; hence two buffers. It cannot be two ahead: it has
   received the slot's use in between, which the other sends in a later launch than the one that reads.
-* The two ways share no memory and no epochs, so no word of one is taken for the other's. The shape of a message
-  chooses the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
+* The two ways share no memory and no epochs, so no word of one is taken for the other's. Operation and shape
+  choose the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
 * Epochs are on the device, and the kernels count them: a CUDA graph's replay is one more use. They may overflow.
 * A word of a rank that is gone never comes. The host then sets `PeerBuffers.stop`, and the kernels give up.
 
