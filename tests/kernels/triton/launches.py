@@ -286,15 +286,21 @@ def sums_over_ranks() -> None:
             reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
             reduce.push_gather(buffers, x)
             reduce.push_reduce(buffers, x)
-        for width, weight in ((4096, dtype), (9000, F32)):
-            x = torch.empty(64, width, dtype=dtype)
-            reduce.push_add_norm(buffers, x, x, torch.empty(width, dtype=weight), 1e-6)
+            reduce.push_add_norm(buffers, x, x, norm, 1e-6)
 
 
 def winners_of_slices() -> None:
     shapes = reduce.buffer_shapes(2, 1 << 22)
     buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
     reduce.push_gather(buffers, torch.empty(8, 3))
+
+
+def wide_norms_over_ranks() -> None:
+    """Of rows in several parts, whose width is no multiple of 16."""
+    shapes = reduce.buffer_shapes(2, 1 << 22)
+    buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
+    x = torch.empty(64, 9000, dtype=BF16)
+    reduce.push_add_norm(buffers, x, x, torch.empty(9000), 1e-6)
 
 
 def norms_and_activations() -> None:
@@ -374,6 +380,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     recurrent,
     sums_over_ranks,
     winners_of_slices,
+    wide_norms_over_ranks,
     norms_and_activations,
     kv_copies,
     sampling,

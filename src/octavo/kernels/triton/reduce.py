@@ -54,7 +54,7 @@ PAIRED_BYTES = 1 << 20
 """Longer messages are sent in blocks: measured on two H200s (benchmarks/kernels/bench_reduce.py)."""
 EPILOGUE_BYTES = 1 << 20
 """Products with longer results sum them in a kernel of their own."""
-PROGRAMS_PER_MULTIPROCESSOR = 4
+WARPS_PER_MULTIPROCESSOR = 16
 """At most so many: all programs of a launch are resident."""
 NO_LIMIT = (1 << 31) - 1
 LATE, STOPPED = 1, 2
@@ -226,7 +226,7 @@ def _launch(
     slots = buffers.blocks if mode == "whole_norm" else buffers.slots_for(num_rows, row_bytes)
     assert slots is not None and slots.fits(num_rows, row_bytes) and x.is_contiguous(), (x.shape, x.stride())
     parts = cdiv(row_bytes, slots.unit_bytes)
-    per_item = parts if mode == "whole_norm" else 1
+    per_item, num_warps = (parts, 8) if mode == "whole_norm" else (1, 4)
     num_items, padded = num_rows * parts // per_item, padded_tokens(num_rows)
     squares = torch.empty(parts, padded, dtype=torch.float32, device=x.device) if mode == "half_norm" else None
     residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 3), squares)
@@ -241,10 +241,11 @@ def _launch(
         "UNIT": slots.unit_bytes // x.itemsize,
         "LOOK_READS": buffers.look_reads,
         "MODE": mode,
-        "num_warps": 4,
+        "num_warps": num_warps,
+        "maxnreg": 65536 // 32 // WARPS_PER_MULTIPROCESSOR,
         **pdl_options(x.device),
     }
-    grid = (min(num_items, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)
+    grid = (min(num_items, WARPS_PER_MULTIPROCESSOR // num_warps * num_multiprocessors(x.device)),)
     if in_pairs:
         _exchange_pairs[grid](*args, *words, *numbers, **options)
     else:
