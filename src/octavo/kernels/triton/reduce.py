@@ -12,11 +12,12 @@ blocks  (long messages) Data is sent as it is. Then all threads of the program m
 
 * All ranks add the same numbers in the same order, in float32: their results are the same bits.
 * A program sends all of its units before it waits, and waits only for slots, never for programs of its own GPU.
-* A whole norm needs the squares of a row: one program sends and receives all units of the row.
+* For a whole norm, a program has a row. GPUs start programs in their order: of the rows that are not finished, the first
+  is with a program on every rank.
 * A rank can be one use of a slot ahead of another, which still reads; hence two buffers. It cannot be two ahead: it has
   received the slot's use in between, which the other sends in a later launch than the one that reads.
-* The two ways share no memory and no epochs, so no word of one is taken for the other's. Operation and shape
-  choose the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
+* The two ways share no memory and no epochs, so no word of one is taken for the other's. Operation and shape choose
+  the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
 * Epochs are on the device, and the kernels count them: a CUDA graph's replay is one more use. They may overflow.
 * A word of a rank that is gone never comes. The host then sets `PeerBuffers.stop`, and the kernels give up.
 
@@ -28,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -42,9 +42,6 @@ from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_p
 from octavo.kernels.triton.linear.tuning import padded_tokens
 from octavo.kernels.triton.norms import weigh
 
-Mode = Literal["sum", "half_norm", "whole_norm", "gather"]
-"""What a message becomes: its sum; with the residual and half of the next norm, or all of it; or all ranks' parts."""
-
 SLOT_WORDS = 512
 WORD_BYTES = 4
 BLOCK_BYTES = 8192
@@ -54,8 +51,10 @@ PAIRED_BYTES = 1 << 20
 """Longer messages are sent in blocks: measured on two H200s (benchmarks/kernels/bench_reduce.py)."""
 EPILOGUE_BYTES = 1 << 20
 """Products with longer results sum them in a kernel of their own."""
-WARPS_PER_MULTIPROCESSOR = 16
+PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many: all programs of a launch are resident."""
+WARPS_PER_BLOCK = 8
+"""Of a program that has a row of blocks; at most 16."""
 NO_LIMIT = (1 << 31) - 1
 LATE, STOPPED = 1, 2
 """Values of `PeerBuffers.status`: a unit has not come within the limit; the host has stopped the kernels."""
@@ -181,7 +180,7 @@ def split_buffer(
 
 def push_reduce(buffers: PeerBuffers, x: Tensor) -> Tensor:
     """The sum of all ranks' x, in x's memory; x contiguous."""
-    _launch(buffers, "sum", x.view(1, -1), x)
+    _launch(buffers, x.view(1, -1), x)
     return x
 
 
@@ -191,65 +190,80 @@ def push_add(buffers: PeerBuffers, residual: NormedResidual, partial: Tensor, no
     Rounded once, at the end.
     """
     total, weighted = torch.empty_like(partial), torch.empty_like(partial)
-    squares = _launch(buffers, "half_norm", partial, total, (residual.x, norm, weighted))
+    squares = _launch(buffers, partial, total, (residual.x, norm, weighted))
     return NormedResidual(total, weighted, squares)
 
 
 def push_add_norm(buffers: PeerBuffers, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm` of the sum of all ranks' x, always in blocks: (norm, residual + sum).
+    """`reference.add_rms_norm` of the sum of all ranks' x, in blocks: (norm, residual + sum).
 
     x and residual [num_rows, size], contiguous; norm [size], its weight. The sum is rounded once, with the residual.
     """
+    slots, (num_rows, row_size) = buffers.blocks, x.shape
+    assert slots.fits(num_rows, row_size * x.itemsize) and x.is_contiguous() and residual.is_contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    _launch(buffers, "whole_norm", x, total, (residual, norm, normed), eps)
+    parts = cdiv(row_size * x.itemsize, slots.unit_bytes)
+    padded_parts = triton.next_power_of_2(parts)
+    _exchange_rows[(num_rows,)](
+        *(x, residual, norm, total, normed),
+        *(slots.mine, slots.peers, slots.epochs, buffers.status, buffers.stop),
+        *(buffers.rank, len(slots.epochs), row_size, buffers.spin_limit, eps),
+        SIZE=buffers.size,
+        RANKS=triton.next_power_of_2(buffers.size),
+        UNIT=slots.unit_bytes // x.itemsize,
+        PARTS=parts,
+        PADDED_PARTS=padded_parts,
+        LOOK_READS=buffers.look_reads,
+        num_warps=min(WARPS_PER_BLOCK * padded_parts, 16),
+        **pdl_options(x.device),
+    )
     return normed, total
 
 
 def push_gather(buffers: PeerBuffers, x: Tensor) -> Tensor:
     """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on; x contiguous."""
     out = torch.empty(x.shape[0], buffers.size * x.shape[1], dtype=x.dtype, device=x.device)
-    _launch(buffers, "gather", x.view(torch.int32), out.view(torch.int32))
+    _launch(buffers, x.view(torch.int32), out.view(torch.int32), gather=True)
     return out
 
 
 def _launch(
     buffers: PeerBuffers,
-    mode: Mode,
     x: Tensor,
     out: Tensor,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
-    eps: float = 0.0,
+    *,
+    gather: bool = False,
 ) -> Tensor:
     """x: [num_rows, row_size]    norm: residual, the norm's weight, weighted -> parts of the sums of squares"""
     num_rows, row_size = x.shape
     row_bytes = row_size * x.itemsize
-    slots = buffers.blocks if mode == "whole_norm" else buffers.slots_for(num_rows, row_bytes)
-    assert slots is not None and slots.fits(num_rows, row_bytes) and x.is_contiguous(), (x.shape, x.stride())
+    slots = buffers.slots_for(num_rows, row_bytes)
+    assert slots is not None and x.is_contiguous(), (x.shape, x.stride())
     parts = cdiv(row_bytes, slots.unit_bytes)
-    per_item, num_warps = (parts, 8) if mode == "whole_norm" else (1, 4)
-    num_items, padded = num_rows * parts // per_item, padded_tokens(num_rows)
-    squares = torch.empty(parts, padded, dtype=torch.float32, device=x.device) if mode == "half_norm" else None
+    num_units, padded = num_rows * parts, padded_tokens(num_rows)
+    squares = None if norm is None else torch.empty(parts, padded, dtype=torch.float32, device=x.device)
     residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 3), squares)
     in_pairs = slots is buffers.pairs
     x = x.view(torch.int32) if in_pairs else x
     args = (x, residual, weight, out, weighted, squares, slots.mine, slots.peers, slots.epochs)
     words = (buffers.status, buffers.stop)
-    numbers = (buffers.rank, num_items, len(slots.epochs), x.shape[1], padded, buffers.spin_limit)
+    numbers = (buffers.rank, num_units, len(slots.epochs), x.shape[1], padded, buffers.spin_limit)
     options = {
         "SIZE": buffers.size,
         "RANKS": triton.next_power_of_2(buffers.size),
         "UNIT": slots.unit_bytes // x.itemsize,
         "LOOK_READS": buffers.look_reads,
-        "MODE": mode,
-        "num_warps": num_warps,
-        "maxnreg": 65536 // 32 // WARPS_PER_MULTIPROCESSOR,
+        "GATHER": gather,
+        "WITH_NORM": norm is not None,
+        "num_warps": 4,
         **pdl_options(x.device),
     }
-    grid = (min(num_items, WARPS_PER_MULTIPROCESSOR // num_warps * num_multiprocessors(x.device)),)
+    grid = (min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)
     if in_pairs:
         _exchange_pairs[grid](*args, *words, *numbers, **options)
     else:
-        _exchange_blocks[grid](*args, *words, *numbers, eps, PARTS=per_item, **options)
+        _exchange_blocks[grid](*args, *words, *numbers, **options)
     return squares
 
 
@@ -300,22 +314,21 @@ def _store_sum(
     row_size,
     padded,
     UNIT: tl.constexpr,
-    MODE: tl.constexpr,
+    WITH_NORM: tl.constexpr,
 ):
-    """A unit's sums [UNIT], with the residual and half of the next norm if the mode has them -> the rounded sums."""
+    """A unit's sums [UNIT], with the residual and the next norm if there is one."""
     column = part * UNIT + tl.arange(0, UNIT)
     valid = column < row_size
     offsets = row * row_size + column
-    if MODE != "sum":
+    if WITH_NORM:
         total += tl.load(residual + offsets, mask=valid, other=0.0).to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + offsets, rounded, mask=valid)
-    wide = rounded.to(tl.float32)
-    if MODE == "half_norm":
+    if WITH_NORM:
+        wide = rounded.to(tl.float32)
         tl.store(squares + part * padded + row, tl.sum(wide * wide, 0))
         weight = tl.load(norm + column, mask=valid, other=0.0).to(tl.float32)
         tl.store(weighted + offsets, (wide * weight).to(out.dtype.element_ty), mask=valid)
-    return wide
 
 
 @triton.jit(do_not_specialize=["rank", "num_units", "num_slots", "padded", "spin_limit"])
@@ -341,7 +354,8 @@ def _exchange_pairs(
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
     LOOK_READS: tl.constexpr,
-    MODE: tl.constexpr,
+    GATHER: tl.constexpr,
+    WITH_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Send and receive some units in pairs.
@@ -382,7 +396,7 @@ def _exchange_pairs(
             tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)  # all threads have read it: they met in `_is_late`
         received = stamped.to(tl.int32)
-        if MODE == "gather":
+        if GATHER:
             tl.store(out + (row * SIZE + rank_index) * row_words + column[None, :], received, mask=valid)
         else:
             total = _sum_ranks(received, DTYPE)
@@ -398,7 +412,7 @@ def _exchange_pairs(
                 row_words * PER_WORD,
                 padded,
                 UNIT * PER_WORD,
-                MODE,
+                WITH_NORM,
             )
 
 
@@ -409,7 +423,7 @@ def _block(peers, peer, index, DTYPE: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["rank", "num_items", "num_slots", "padded", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "num_units", "num_slots", "padded", "spin_limit"])
 def _exchange_blocks(
     x,
     residual,
@@ -423,25 +437,23 @@ def _exchange_blocks(
     status,
     stop,
     rank,
-    num_items,
+    num_units,
     num_slots,
     row_size,
     padded,
     spin_limit,
-    eps,
-    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
     LOOK_READS: tl.constexpr,
-    MODE: tl.constexpr,
+    GATHER: tl.constexpr,
+    WITH_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Send and receive some units in blocks. A rank sends to itself, too: all blocks are read alike.
 
     x       [num_rows, row_size]
     padded  tokens of `squares`
-    PARTS   units of an item, which is what a program sends and receives as one: a row for its whole norm
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     wait_for_predecessor(USE_PDL)
@@ -449,68 +461,127 @@ def _exchange_blocks(
     rank_index = tl.arange(0, RANKS)
     is_rank = rank_index < SIZE
     units_per_row = (row_size + UNIT - 1) // UNIT
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        for i in tl.static_range(PARTS):
-            unit = item * PARTS + i
-            epoch = tl.load(epochs + unit) + 1
-            column = unit % units_per_row * UNIT + element
-            valid = column < row_size
-            value = tl.load(x + unit // units_per_row * row_size + column, mask=valid)
-            index = ((epoch & 1) * SIZE + rank) * num_slots + unit
-            for shift in tl.static_range(1, SIZE + 1):  # each rank begins with another one, and ends with itself
-                tl.store(_block(peers, (rank + shift) % SIZE, index, DTYPE) + element, value, mask=valid)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        column = unit % units_per_row * UNIT + element
+        valid = column < row_size
+        value = tl.load(x + unit // units_per_row * row_size + column, mask=valid)
+        index = ((epoch & 1) * SIZE + rank) * num_slots + unit
+        for i in tl.static_range(1, SIZE + 1):  # each rank begins with another one, and ends with itself
+            tl.store(_block(peers, (rank + i) % SIZE, index, DTYPE) + element, value, mask=valid)
     tl.debug_barrier()  # the release below covers what the other threads have written before it
     addresses = tl.load(peers + rank_index, mask=is_rank, other=0)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        for i in tl.static_range(PARTS):
-            unit = item * PARTS + i
-            epoch = tl.load(epochs + unit) + 1
-            index = ((epoch & 1) * SIZE + rank) * num_slots + unit
-            flags = (addresses + index.to(tl.int64) * (FLAG + BLOCK)).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags, epoch, mask=is_rank, sem="release", scope="sys")
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        index = ((epoch & 1) * SIZE + rank) * num_slots + unit
+        flags = (addresses + index.to(tl.int64) * (FLAG + BLOCK)).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags, epoch, mask=is_rank, sem="release", scope="sys")
     limit = tl.where(tl.load(status) == 0, spin_limit, 0)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        sum_squares = 0.0
-        for i in tl.static_range(PARTS):
-            unit = item * PARTS + i
-            epoch = tl.load(epochs + unit) + 1
-            first = (epoch & 1) * SIZE * num_slots + unit
-            indices = (first + rank_index * num_slots).to(tl.int64)
-            flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
-            late, reads_left = 2, limit  # not read yet
-            while (late == 2) | ((late == 1) & (reads_left > 0)):
-                found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
-                late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
-                reads_left = count_read(reads_left, status, stop, LOOK_READS)
-            tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
-            if late != 0:
-                tl.atomic_max(status, 1, sem="relaxed")  # LATE
-            tl.store(epochs + unit, epoch)
-            row, part = unit // units_per_row, unit % units_per_row
-            column = part * UNIT + element
-            valid = column < row_size
-            if MODE != "gather":
-                total = tl.zeros([UNIT], tl.float32)
-            for peer in tl.static_range(SIZE):
-                block = _block(peers, rank, first + peer * num_slots, DTYPE)
-                received = tl.load(block + element, mask=valid, other=0, cache_modifier=".cg")  # L1 may have old data
-                if MODE == "gather":
-                    tl.store(out + (row * SIZE + peer) * row_size + column, received, mask=valid)
-                else:
-                    total += received.to(tl.float32)
-            if MODE != "gather":
-                wide = _store_sum(
-                    total, residual, norm, out, weighted, squares, row, part, row_size, padded, UNIT, MODE
-                )
-                if MODE == "whole_norm":
-                    sum_squares += tl.sum(wide * wide, 0)
-        if MODE == "whole_norm":
-            scale = tl.rsqrt(sum_squares / row_size + eps)
-            for i in tl.static_range(PARTS - 1, -1, -1):
-                column = i * UNIT + element
-                valid = column < row_size
-                offsets = item * row_size + column
-                if i < PARTS - 1:  # stored before all threads met at the last part's flags
-                    wide = tl.load(out + offsets, mask=valid, other=0.0).to(tl.float32)
-                weight = tl.load(norm + column, mask=valid, other=0.0)
-                tl.store(weighted + offsets, weigh(wide * scale, weight, DTYPE), mask=valid)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        first = (epoch & 1) * SIZE * num_slots + unit
+        indices = (first + rank_index * num_slots).to(tl.int64)
+        flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
+        late, reads_left = 2, limit  # not read yet
+        while (late == 2) | ((late == 1) & (reads_left > 0)):
+            found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
+            late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
+            reads_left = count_read(reads_left, status, stop, LOOK_READS)
+        tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
+        if late != 0:
+            tl.atomic_max(status, 1, sem="relaxed")  # LATE
+        tl.store(epochs + unit, epoch)
+        row, part = unit // units_per_row, unit % units_per_row
+        column = part * UNIT + element
+        valid = column < row_size
+        if not GATHER:
+            total = tl.zeros([UNIT], tl.float32)
+        for peer in tl.static_range(SIZE):
+            block = _block(peers, rank, first + peer * num_slots, DTYPE)
+            received = tl.load(block + element, mask=valid, other=0, cache_modifier=".cg")  # L1 may have old data
+            if GATHER:
+                tl.store(out + (row * SIZE + peer) * row_size + column, received, mask=valid)
+            else:
+                total += received.to(tl.float32)
+        if not GATHER:
+            _store_sum(total, residual, norm, out, weighted, squares, row, part, row_size, padded, UNIT, WITH_NORM)
+
+
+@triton.jit(do_not_specialize=["rank", "num_slots", "spin_limit"])
+def _exchange_rows(
+    x,
+    residual,
+    norm,
+    out,
+    normed,
+    mine,
+    peers,
+    epochs,
+    status,
+    stop,
+    rank,
+    num_slots,
+    row_size,
+    spin_limit,
+    eps,
+    SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+    LOOK_READS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Send and receive a row of PARTS blocks, and normalise its sum. A rank keeps its own."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    wait_for_predecessor(USE_PDL)
+    part, peer, element = tl.arange(0, PADDED_PARTS), tl.arange(0, RANKS), tl.arange(0, UNIT)[None, :]
+    column = part[:, None] * UNIT + element
+    valid = column < row_size
+    others = ((peer < SIZE) & (peer != rank))[:, None] & (part < PARTS)[None, :]
+    addresses = tl.load(peers + peer, mask=peer < SIZE, other=0)[:, None]
+    weight = tl.load(norm + column, mask=valid, other=0.0)
+    limit = tl.where(tl.load(status) == 0, spin_limit, 0)
+    row = tl.program_id(0)
+    unit = row * PARTS + part
+    epoch = tl.load(epochs + unit, mask=part < PARTS, other=0) + 1
+    first = (epoch & 1) * SIZE * num_slots + unit  # rank 0's
+    offsets = row * row_size + column
+    own = tl.load(x + offsets, mask=valid, other=0.0)
+    sent = (first + rank * num_slots).to(tl.int64) * (FLAG + BLOCK)
+    for shift in tl.static_range(1, SIZE):  # each rank begins with another one
+        blocks = _blocks(peers, (rank + shift) % SIZE, sent[:, None], DTYPE)
+        tl.store(blocks + element, own, mask=valid)
+    before = tl.load(residual + offsets, mask=valid, other=0.0)
+    tl.debug_barrier()  # the release below covers what the other threads have written before it
+    flags = (addresses + sent[None, :]).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags, tl.where(others, epoch[None, :], 0), mask=others, sem="release", scope="sys")
+    indices = (first[None, :] + peer[:, None] * num_slots).to(tl.int64)
+    flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
+    late, reads_left = 2, limit  # not read yet
+    while (late == 2) | ((late == 1) & (reads_left > 0)):
+        found = tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys")
+        late = tl.max(tl.max((others & (found != epoch[None, :])).to(tl.int32), 1), 0)
+        reads_left = count_read(reads_left, status, stop, LOOK_READS)
+    tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
+    if late != 0:
+        tl.atomic_max(status, 1, sem="relaxed")  # LATE
+    tl.store(epochs + unit, epoch, mask=part < PARTS)
+    total = tl.zeros([PADDED_PARTS, UNIT], tl.float32)
+    for sender in tl.static_range(SIZE):
+        place = (first + sender * num_slots).to(tl.int64) * (FLAG + BLOCK)
+        blocks = _blocks(peers, rank, place[:, None], DTYPE) + element
+        received = tl.load(blocks, mask=valid & (sender != rank), other=0.0, cache_modifier=".cg")
+        total += tl.where(sender == rank, own, received).to(tl.float32)
+    rounded = (total + before.to(tl.float32)).to(DTYPE)
+    tl.store(out + offsets, rounded, mask=valid)
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / row_size + eps)
+    tl.store(normed + offsets, weigh(wide * scale, weight, DTYPE), mask=valid)
+
+
+@triton.jit
+def _blocks(peers, peer, offset, DTYPE: tl.constexpr):
+    """The data of a rank's blocks [parts, 1], in 16 bytes at a time."""
+    address = tl.load(peers + peer) + offset + FLAG
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), (16, 16))
