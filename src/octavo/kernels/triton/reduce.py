@@ -12,8 +12,8 @@ blocks  (long messages) Data is sent as it is. Then all threads of the program m
 
 * All ranks add the same numbers in the same order, in float32: their results are the same bits.
 * A program sends all of its units before it waits, and waits only for slots, never for programs of its own GPU.
-* For a whole norm, a program has a row. GPUs start programs in their order: of the rows that are not finished, the first
-  is with a program on every rank.
+* For a whole norm, a program has a row. GPUs start programs in their order: the first row that is not finished has its
+  program on every rank.
 * A rank can be one use of a slot ahead of another, which still reads; hence two buffers. It cannot be two ahead: it has
   received the slot's use in between, which the other sends in a later launch than the one that reads.
 * The two ways share no memory and no epochs, so no word of one is taken for the other's. Operation and shape choose
