@@ -23,7 +23,7 @@ from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, ge
 from tests.gpu.test_engine import params
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import reliability
-from tests.proof.tally import Tally, World
+from tests.proof.tally import LONG_S, Tally, World
 from tests.proof.ways import OPTIONS, WAYS, runs
 from tests.runner.test_stub_platform import completions
 
@@ -59,6 +59,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "starcoder2": {"intermediate_size": 38},
     "internlm2": {"intermediate_size": 38},
     "internlm3": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 38},
+    "qwen3_moe": {"intermediate_size": 38},
+    "mixtral": {"num_attention_heads": 4},
+    "gpt_oss": {},
+    "qwen3_5": {"linear_num_value_heads": 8, "intermediate_size": 38},
+    "qwen3_next": {"linear_num_value_heads": 8, "intermediate_size": 38},
+    "qwen3_5_moe": {},
+    "gemma4": {"intermediate_size": 38},
 }
 """Heads and columns that two ranks divide."""
 
@@ -105,7 +112,7 @@ def test_a_lost_rank_is_named(model: str, number: int, text: str, monkeypatch: p
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_storm_of_faults(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of `make reliability` on GPUs, where a group takes 10 to 15 s to serve again."""
-    monkeypatch.setattr(reliability, "BACK_S", 20.0)
+    monkeypatch.setattr(reliability, "BACK_S", LONG_S)
     on_gpus = {"device": "cuda", "num_gpu_blocks_override": 400}
     monkeypatch.setattr(reliability, "RANK_OPTIONS", reliability.RANK_OPTIONS | on_gpus)
     tally = Tally("")

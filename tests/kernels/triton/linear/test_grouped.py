@@ -160,7 +160,7 @@ def test_a_norm_is_rounded_to_float8_without_being_stored(size: int, monkeypatch
 
 @pytest.mark.parametrize("num_rows", [3, 70])
 def test_a_gpu_without_float8_widens_the_weight(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = replace(grouped.kernels_for(torch.device(DEVICE)), float8=False)
+    choice = replace(grouped.kernels_for(torch.device(DEVICE)), float8=False, hopper=False)
     monkeypatch.setattr(grouped, "kernels_for", lambda device: choice)
     check(make_groups(FLOAT8, 200, 384), num_rows)
     check(make_groups(GroupForm(8, 288, is_float=True), 129, 288), num_rows)
