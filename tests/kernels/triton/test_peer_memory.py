@@ -1,4 +1,7 @@
-"""Which messages of ranks are pushed, and that all others give the same by torch.distributed: gloo here."""
+"""Which messages of ranks are pushed, and that all others give the same by torch.distributed: gloo here.
+
+Also whole models of two ranks, with all kernels of a pass.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from octavo.kernels.triton import ops
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
+from octavo.models.linear import TensorParallel
 from tests.kernels.triton.peers import Case, Inputs, Memory, check, collect
+from tests.models.test_tensor_parallel import CASES as MODELS
+from tests.models.tiny import (
+    PagedRun,
+    assert_close,
+    load_tiny,
+    make_tiny_checkpoint,
+    random_prompts,
+    transformers_logits,
+)
 
 CASES = [
     Case(2, 96, torch.float32),
@@ -21,6 +35,8 @@ CASES = [
     Case(4, 96, torch.float16),
     Case(2, 2000, torch.float32),
 ]
+PROMPTS, CHUNKS = random_prompts(1, 9, 17), (7, 17)
+"""In steps of at most 15 tokens, and in one of 27, of which the small-batch path is too short."""
 USES = [4, 0, 0, 3, 4]
 """Of the first slot or block, by each case: with 2 blocks, the second has too many units, the third no whole words.
 
@@ -39,9 +55,13 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def run_rank(rank: int, memory: Memory, folder: Path) -> None:
+def start_gloo(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def run_rank(rank: int, memory: Memory, folder: Path) -> None:
+    start_gloo(rank, folder)
     buffers = memory.of_rank(rank, 0, spin_limit=200_000)
     reducer, results, epoch = PeerReducer(buffers, all_reduce, all_gather), [], 0
     for case, uses in zip(CASES, USES, strict=True):
@@ -61,6 +81,34 @@ def test_messages_are_pushed_where_they_fit(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def run_model(rank: int, memory: Memory, folder: Path) -> None:
+    start_gloo(rank, folder)
+    buffers = memory.of_rank(rank, 0, spin_limit=200_000)
+    peers = PeerReducer(buffers, all_reduce, all_gather)
+    model = load_tiny(folder / "model", ops, tp=TensorParallel(rank, 2, peers.all_reduce, peers.all_gather, peers))
+    results = [PagedRun(model, PROMPTS, block_size=16, tp_size=2).run(chunk) for chunk in CHUNKS]
+    assert not buffers.status.item() and buffers.pairs.epochs[0] > 0 and buffers.blocks.epochs[0] > 0
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="processes share the memory of the host; see tests/gpu/test_ranks"
+)
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next", "gemma4"])
+def test_models_of_two_ranks_give_transformers_logits(tmp_path: Path, case: str) -> None:
+    """Small batches, whose sums are added to the residual, and larger ones, whose sums a norm takes or nothing."""
+    kind, sizes = MODELS[case]
+    directory = make_tiny_checkpoint(kind, tmp_path / "model", **({"intermediate_size": 40} | sizes))
+    expected = transformers_logits(directory, PROMPTS)
+    mp.spawn(run_model, (Memory.allocate(2, 1 << 20, 1 << 12), tmp_path), nprocs=2)
+    for rank in range(2):
+        for result in torch.load(tmp_path / f"{rank}.pt"):
+            for actual, wanted in zip(result, expected, strict=True):
+                assert_close(actual, wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is peer memory")
