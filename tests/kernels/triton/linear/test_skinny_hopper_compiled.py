@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from octavo.kernels.triton.linear.tuning import (
     padded_tokens,
     skinny_hopper_tuning,
 )
-from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, record_launches, register_usage
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, record_launches
 
 POINTERS = {
     **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
@@ -82,25 +81,6 @@ def test_the_skinny_kernel_compiles_and_fits(num_out: int, num_in: int, gate: st
     assert ("atom" in ptx) == (tuning.splits > 1)  # the barrier of programs
     # The epilogue's inputs are loaded before the first product.
     assert not sums or "ld.global" in ptx[ptx.index("griddepcontrol.wait") : ptx.index("wgmma.mma_async")]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 32, 64])
-@pytest.mark.parametrize(("num_out", "num_in", "num_ranks"), [(4096, 7168, 2), (1024, 1536, 4), (12288, 1024, 2)])
-def test_a_product_that_sums_over_ranks_compiles_and_fits(
-    num_out: int, num_in: int, num_ranks: int, num_tokens: int
-) -> None:
-    tuning = skinny_hopper_tuning(num_out, num_in, num_tokens, False)
-    kernel = compile_skinny(tuning, num_tokens, gate="", sums=True, num_ranks=num_ranks)
-    assert kernel.metadata.shared <= SHARED_BYTES
-    assert tuning.splits == 1 or register_usage(kernel)[1] == 0  # large tiles spill without ranks, too
-    ptx = kernel.asm["ptx"]
-    # Words are sent and read whole, with their epoch. Every read goes to memory.
-    assert "st.global.b64" in ptx and "ld.volatile.global.b64" in ptx
-    assert len(re.findall(r"ld\.global\.b64", ptx)) == num_ranks  # addresses of the ranks' words
-    # The launch is counted after the wait for the preceding one, when all threads of the program know its number.
-    wait, number = ptx.index("griddepcontrol.wait"), ptx.index("ld.volatile.global.b32")
-    counted = ptx.index("atom.global.gpu.acq_rel.add")
-    assert wait < number < counted and "bar.sync" in ptx[number:counted]
 
 
 def test_all_programs_of_skinny_are_resident() -> None:
