@@ -296,11 +296,12 @@ def winners_of_slices() -> None:
 
 
 def wide_norms_over_ranks() -> None:
-    """Of rows in several parts, whose width is no multiple of 16."""
+    """Of rows in several blocks."""
     shapes = reduce.buffer_shapes(2, 1 << 22)
     buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
-    x = torch.empty(64, 9000, dtype=BF16)
-    reduce.push_add_norm(buffers, x, x, torch.empty(9000), 1e-6)
+    for width in (5120, 9216):
+        x = torch.empty(64, width, dtype=BF16)
+        reduce.push_add_norm(buffers, x, x, torch.empty(width), 1e-6)
 
 
 def norms_and_activations() -> None:
