@@ -132,6 +132,31 @@ def test_norms_sum_the_parts_of_ranks(models: Any, case: str) -> None:
             assert_close(actual, wanted)
 
 
+@pytest.mark.parametrize("rows", [[], [3], [8, 25]], ids=str)
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next", "gemma4"])
+def test_ranks_return_the_logits_of_some_rows(models: Any, case: str, rows: list[int]) -> None:
+    """Of a step with all tokens of the prompts; also of none, after a chunk that is not a prompt's last."""
+    directory, expected = models[case]
+    wanted = torch.cat(expected)[rows]
+
+    def run(tp: TensorParallel) -> Tensor:
+        model, found = load_tiny(directory, reference, tp=tp), []
+        forward = model.forward
+
+        def some_rows(token_ids: Tensor, batch: Any, kv: Tensor, _: Tensor) -> Tensor:
+            found.append(forward(token_ids, batch, kv, torch.tensor(rows, dtype=torch.int64)))
+            return torch.zeros(len(token_ids), 1)
+
+        model.forward = some_rows
+        PagedRun(model, PROMPTS, block_size=8, tp_size=2).step([len(prompt) for prompt in PROMPTS])
+        return found[0]
+
+    for result in Ranks(2, fuses_sums=True).run(run):
+        assert result.shape == wanted.shape
+        if rows:
+            assert_close(result, wanted)
+
+
 @pytest.mark.parametrize(
     ("case", "sums"), [("llama", True), ("qwen3_moe", True), ("qwen3_next", True), ("gemma3", False), ("olmo2", False)]
 )

@@ -21,7 +21,8 @@ class DecoderLayer:
     """Norm, attention, norm, MLP; the outputs of attention and MLP are added to the residual stream.
 
     The next layer's norm computes the last addition: layers exchange the pair (x, residual), whose sum is the residual
-    stream. Gemma 3 also normalises both outputs before they are added, OLMo 2 nothing else.
+    stream. Of ranks, x may be one's part, see `TensorParallel.reduced`. Gemma 3 also normalises both outputs before
+    they are added, OLMo 2 nothing else.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Decoder:
             x *= self.embedding_scale
         if len(x) <= self.max_small_batch_tokens:
             if self.tp.sums_in_norms and self.tp.all_reduce is not None:
-                x = self.tp.all_reduce(x)
+                x = self.tp.all_reduce(x)  # this path begins with a whole sum
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows), sliced=sliced)
         residual = torch.zeros_like(x)
         for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):

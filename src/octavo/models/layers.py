@@ -128,7 +128,10 @@ class Mixer(Protocol):
         ...
 
     def __call__(self, projected: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
-        """projected: of `qkv` -> [num_tokens, hidden_size]. memory: the layer's K and V, or its states; modified"""
+        """projected: of `qkv` -> [num_tokens, hidden_size], see `TensorParallel.reduced`.
+
+        memory  the layer's K and V, or its states; modified
+        """
         ...
 
     def forward_small_batch(
@@ -156,11 +159,14 @@ class MLP(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same shape."""
+        """x [num_tokens, hidden_size] -> the same shape, see `TensorParallel.reduced`."""
         ...
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(the output for the RMS norm of x + residual, the sum), both [num_tokens, hidden_size]."""
+        """(the output for the RMS norm of x + residual, the sum), both [num_tokens, hidden_size].
+
+        x and the output: see `TensorParallel.reduced`
+        """
         ...
 
     def forward_small_batch(

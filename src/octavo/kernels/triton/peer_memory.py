@@ -66,7 +66,7 @@ class PeerReducer:
     def add_linear(
         self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
     ) -> NormedResidual:
-        """`add_reduced` of the product x @ weight.T + bias, see `skinny.add_linear`."""
+        """`add_reduced` of the product x @ weight.T + bias, on Hopper in one kernel: see `skinny.add_linear`."""
         num_words = len(x) * len(weight) // 2
         if (
             supports_hopper(weight)
@@ -82,7 +82,7 @@ class PeerReducer:
         x = x.contiguous()
         if self.buffers.blocks.fits(len(x), x.shape[1] * x.itemsize):
             return push_add_norm(self.buffers, x, residual.contiguous(), norm, eps)
-        return add_rms_norm(self.all_reduce_large(x), residual, norm, eps)
+        return add_rms_norm(self.all_reduce(x), residual, norm, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""

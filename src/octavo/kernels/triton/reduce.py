@@ -12,8 +12,8 @@ blocks  (long messages) Data is sent as it is. Then all threads of the program m
 
 * All ranks add the same numbers in the same order, in float32: their results are the same bits.
 * A program sends all of its units before it waits, and waits only for slots, never for programs of its own GPU.
-* For a whole norm, a program has a row. GPUs start programs in their order: the first row that is not finished has its
-  program on every rank.
+* For a whole norm, a program has a row, and not all of them are resident. GPUs start programs in their order, although
+  CUDA does not promise it. So of the rows that are not finished, the first has its program on every rank.
 * A rank can be one use of a slot ahead of another, which still reads; hence two buffers. It cannot be two ahead: it has
   received the slot's use in between, which the other sends in a later launch than the one that reads.
 * The two ways share no memory and no epochs, so no word of one is taken for the other's. Operation and shape choose
@@ -52,7 +52,7 @@ PAIRED_BYTES = 1 << 20
 EPILOGUE_BYTES = 1 << 20
 """Products with longer results sum them in a kernel of their own."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
-"""At most so many: all programs of a launch are resident."""
+"""At most so many, of four warps: all programs of a launch are resident, except those that have whole rows."""
 WARPS_PER_BLOCK = 8
 """Of a program that has a row of blocks; at most 16."""
 NO_LIMIT = (1 << 31) - 1

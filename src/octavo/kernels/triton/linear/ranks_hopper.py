@@ -4,14 +4,15 @@ The kernel of `skinny_hopper` multiplies a rank's columns of the weight. Before 
 its sums to the other ranks and waits for theirs. A separate kernel (`reduce.push_add`) would start, read the sums and
 end in the time of the exchange itself. Results are the same bits.
 
-Two adjacent numbers in bfloat16 are a word, which is sent in 64 bits with its epoch, as in `reduce`. A word is numbered
-as its numbers are in y, and may be sent by any launch:
+Two adjacent numbers in bfloat16 are a word, which is sent in 64 bits with its epoch, as in `reduce`. A word's place is
+that of its numbers in y. Launches of all shapes use the same places:
 
 * The epoch is the number of the launch, which all ranks count alike. It is on the device: a CUDA graph's replay counts.
+  It overflows after 2^32 launches, days later: only a place that was not used since could then hold an awaited epoch.
 * There are two buffers, for even and odd epochs. A rank that sends the words of a launch has received those of the one
   before. The others sent them after they had read all words of the launch before that one.
-* A program waits for the programs of its own number on the other ranks. GPUs start programs in their order, so of those
-  that are not finished, the first can always go on.
+* A program waits for the programs of its own number on the other ranks. All are resident if the result has up to 132
+  tiles of 128 rows; else see `reduce` on whole rows.
 * A word of a rank that is gone never comes. Then the kernel gives up, see `reduce.PeerBuffers`.
 """
 
@@ -100,7 +101,3 @@ def sum_over_ranks(acc, ranks, first_row, first_token, num_tokens, num_out, NUM_
         total_high += (words & -65536).to(gl.float32, bitcast=True)
     totals = gl.permute(gl.join(total_low, total_high), (0, 2, 1))
     return gl.convert_layout(gl.reshape(totals, [ROWS, TOKENS]), acc.type.layout)
-
-
-# Triton's key of a caller depends on whether this key is known. Several kernels call it, in an order of each process.
-_ = sum_over_ranks.cache_key

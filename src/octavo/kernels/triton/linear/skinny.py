@@ -93,7 +93,8 @@ def add_linear(
 ) -> NormedResidual:
     """`reference.add_linear` for at most `max_small_batch_tokens`; weight is contiguous. Rounded once, at the end.
 
-    peers  the product is the sum of the ranks' products, each rounded before; only where `sums_in_epilogue`
+    peers  the product is the sum of the ranks' products, each rounded before; on Hopper, for an even number of outputs
+           whose words fit into `peers.words`
     """
     y, norm_outputs = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm, peers=peers)
     assert norm_outputs is not None
@@ -163,7 +164,7 @@ def _launch(
         return skinny_hopper.launch(
             x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm, peers=peers
         )
-    assert num_tokens <= MAX_TOKENS
+    assert num_tokens <= MAX_TOKENS and peers is None
     assert not (gate and tuning.splits > 1), tuning
     y = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
     tiles, tokens = triton.cdiv(num_out, tuning.rows), padded_tokens(num_tokens)

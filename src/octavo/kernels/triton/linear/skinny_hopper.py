@@ -383,7 +383,7 @@ def _consumer(
         bias, residual, norm, tile * ROWS + split * SHARE, first_token, num_tokens, num_out,
         SHARE, TOKENS, finished_layout(ACC, ROWS, SPLITS), GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
     )  # fmt: skip
-    epoch = rank
+    epoch = rank  # unused by one rank
     if NUM_RANKS > 1:
         epoch = begin_launch(launch_counters)
     ranks = (words, peers, epoch, status, stop, rank, capacity, spin_limit)
