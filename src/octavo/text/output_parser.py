@@ -20,13 +20,14 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 HARMONY_CHANNEL = "<|channel|>"
+GEMMA_CALL, GEMMA_CHANNEL = "<|tool_call>", "<|channel>"
 
-ToolFormat = Literal["hermes", "llama3_json", "qwen3_coder", "openai"]
+ToolFormat = Literal["hermes", "llama3_json", "qwen3_coder", "openai", "gemma4"]
 """hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the output is one call, or
 several separated by semicolons, and nothing else (Llama 3). qwen3_coder: XML between the tags of hermes (Qwen3-Coder,
-Qwen3.5; `formats.xml_calls`). openai: harmony (gpt-oss; `formats.harmony`)."""
-ReasoningFormat = Literal["think", "openai_gptoss"]
-"""think: between <think> and </think>. openai_gptoss: harmony's analysis channel."""
+Qwen3.5; `formats.xml_calls`). openai: harmony (gpt-oss; `formats.harmony`). gemma4: `formats.gemma_calls`."""
+ReasoningFormat = Literal["think", "openai_gptoss", "gemma4"]
+"""think: between <think> and </think>. openai_gptoss: harmony's analysis channel. gemma4: its channel of thoughts."""
 
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -56,6 +57,8 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
         return None
     if HARMONY_CHANNEL in template:
         return "openai"
+    if GEMMA_CALL in template:
+        return "gemma4"
     if CALL in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if "python_tag" in template or ('"parameters"' in template and "ipython" in template):
@@ -75,7 +78,12 @@ def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
     """How a chat template marks reasoning; None if it does not."""
     if template is None:
         return None
-    return "openai_gptoss" if HARMONY_CHANNEL in template else "think" if END_THINK in template else None
+    markers: dict[str, ReasoningFormat] = {
+        HARMONY_CHANNEL: "openai_gptoss",
+        GEMMA_CHANNEL: "gemma4",
+        END_THINK: "think",
+    }
+    return next((name for marker, name in markers.items() if marker in template), None)
 
 
 class OutputParser:
