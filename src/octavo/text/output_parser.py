@@ -183,7 +183,7 @@ class OutputParser:
 
     def _skip_blank(self) -> int:
         """Position after the leading white space."""
-        self._searched = _match_end(_WHITE_SPACE, self._buffer, max(self._at, self._searched))
+        self._searched = match_end(_WHITE_SPACE, self._buffer, max(self._at, self._searched))
         return self._searched
 
     def _begin(self) -> bool:
@@ -295,7 +295,7 @@ class OutputParser:
             self._further_calls(self._take(found))
             self._take(found + len(END_CALL))
             return self._enter(self._content)
-        self._take(_match_end(_CLOSING, self._buffer, self._at))
+        self._take(match_end(_CLOSING, self._buffer, self._at))
         if self._at == len(self._buffer):
             return False
         return self._enter(self._call_head if self._take(self._at + 1) == ";" else self._after_calls)
@@ -325,7 +325,7 @@ class OutputParser:
         if self._tools != "hermes" or (end is None and not rest.lstrip().startswith("{")):
             return
         end = end or 0  # else the first call lacks its last brace
-        while (end := _match_end(_BETWEEN, rest, end)) < len(rest):
+        while (end := match_end(_BETWEEN, rest, end)) < len(rest):
             try:
                 call, after = _DECODER.raw_decode(rest, end)
             except (ValueError, RecursionError):
@@ -363,6 +363,11 @@ class OutputParser:
         if not is_unicode(name + written):
             return []
         return [OutputPart("call", "", self.num_calls, name), OutputPart("call", written, self.num_calls)]
+
+
+def quoted(text: str) -> str:
+    """The string of JSON."""
+    return json.dumps(text, ensure_ascii=not is_unicode(text))
 
 
 def is_unicode(text: str) -> bool:
@@ -408,7 +413,7 @@ def _text_parts(kind: Literal["reasoning", "content"], text: str) -> list[Output
     return [OutputPart(kind, text)] if text else []
 
 
-def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Position after the match at `at`; the pattern may match the empty string."""
     found = pattern.match(text, at)
     assert found is not None
