@@ -209,7 +209,7 @@ class GemmaParser(MarkerParser):
         self._is_key = self._step == self._item and self._open[-1] == "{"
         if self._step == self._item and not self._is_first:
             self._emit("call", ", ")
-        self._step, self._is_first = step, False
+        self._step = step
 
     def _end_item(self, text: str) -> None:
         if self._is_key:
