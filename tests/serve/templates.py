@@ -1,4 +1,4 @@
-"""Chat templates of the shape of gpt-oss's and Qwen's, with all that the real ones ask of the server."""
+"""Chat templates of the shape of gpt-oss's, Qwen's and Gemma 4's, with all that the real ones ask of the server."""
 
 GPT_OSS = """\
 {%- macro type_of(spec) -%}
@@ -115,3 +115,44 @@ _JSON = """'<tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>'""
 _XML = "'<tool_call>\\n<function=name>\\n<parameter=name>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>'"
 QWEN3 = _QWEN.replace("CALLS", _JSON).replace("OPENING", "''")
 QWEN3_5 = _QWEN.replace("CALLS", _XML).replace("OPENING", "'<think>\\n'")
+
+GEMMA4 = """\
+{%- macro written(value) -%}
+    {%- if value is string -%}{{ '<|"|>' + value + '<|"|>' }}
+    {%- elif value is boolean -%}{{ "true" if value else "false" }}
+    {%- elif value is mapping -%}
+        {{ "{" }}{% for key, item in value | dictsort -%}{{ "," if not loop.first }}{{ key }}:{{ written(item) }}
+        {%- endfor %}{{ "}" }}
+    {%- elif value is sequence -%}
+        [{% for item in value %}{{ "," if not loop.first }}{{ written(item) }}{% endfor %}]
+    {%- else -%}{{ value }}{%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- if tools or enable_thinking -%}
+    {{- "<|turn>system\\n" + ("<|think|>\\n" if enable_thinking else "") -}}
+    {%- for tool in tools or [] -%}<|tool>declaration:{{ tool.function.name }}{}<tool|>{%- endfor -%}
+    {{- "<turn|>\\n" -}}
+{%- endif -%}
+{%- set last = namespace(kind=none) -%}
+{%- for message in messages -%}
+    {%- if message.role == "tool" -%}
+        {%- set last.kind = "response" -%}
+        {%- for call in messages[loop.index0 - 1].tool_calls if call.id == message.tool_call_id -%}
+            <|tool_response>response:{{ call.function.name }}{value:{{ written(message.content) }}}<tool_response|>
+        {%- endfor -%}
+    {%- else -%}
+        {{- "<|turn>" + ("model" if message.role == "assistant" else message.role) + "\\n" -}}
+        {%- if message.reasoning_content and message.tool_calls -%}
+            {{- "<|channel>thought\\n" + message.reasoning_content + "\\n<channel|>" -}}
+        {%- endif -%}
+        {%- for call in message.tool_calls -%}
+            <|tool_call>call:{{ call.function.name }}{{ written(call.function.arguments) }}<tool_call|>
+        {%- endfor -%}
+        {{- message.content | trim -}}
+        {{- "<turn|>\\n" if not message.tool_calls -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and last.kind is none -%}
+    {{- "<|turn>model\\n" + ("" if enable_thinking else "<|channel>thought\\n<channel|>") -}}
+{%- endif -%}
+"""

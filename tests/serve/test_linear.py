@@ -32,6 +32,7 @@ from octavo.serve.openai import decoding, request, responses_api
 from octavo.serve.openai.errors import ApiError
 from octavo.serve.openai.schema import ChatRequest, CompletionRequest, ResponseRequest
 from octavo.text import chat_template, grammar, tokenizer
+from octavo.text.formats.gemma_calls import GemmaParser
 from octavo.text.formats.harmony import HarmonyParser
 from octavo.text.formats.xml_calls import XmlCallParser
 from octavo.text.output_parser import OutputParser
@@ -368,6 +369,27 @@ def _answers() -> list[Case]:
         for part in kinds:
             make = lambda n, head=head, part=part: head + part * (n // len(part))  # noqa: E731
             parsers.append((f"harmony: {name} {part!r}", make, HarmonyParser, {"tool_names": ["f"]}))
+    heads = {"": "", "a call": "<|tool_call>", "arguments": "<|tool_call>call:f{", "a value": "<|tool_call>call:f{a:"}
+    heads |= {name: f"{heads['a value']}{quote}" for name, quote in (("a string", '<|"|>'), ("JSON", '"'))}
+    kinds = (
+        "<|channel>",
+        "<|tool_call>call:f{",
+        "<tool_call|>",
+        '<|"|>',
+        '"',
+        "\\",
+        "<|",
+        "{",
+        "[",
+        "}",
+        "a:",
+        ",",
+        " ",
+    )
+    for name, head in heads.items():
+        for part in kinds:
+            make = lambda n, head=head, part=part: head + part * (n // len(part))  # noqa: E731
+            parsers.append((f"Gemma: {name} {part!r}", make, GemmaParser, {"skipped": ["<pad>"]}))
     return [
         Case(f"an answer {how}: {name}", make, _parsed(size, kind, **options))
         for how, size in (("in pieces", 8), ("at once", 0))

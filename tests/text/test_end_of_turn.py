@@ -96,6 +96,19 @@ def test_end_of_a_harmony_message_ends_no_output() -> None:
     assert tokenizer.end_ids == (0, first + names.index("<|return|>"), first + names.index("<|call|>"))
 
 
+def test_an_output_of_gemma_ends_before_a_result() -> None:
+    names = ["<|turn>", "<turn|>", "<|tool_response>"]
+    backend = train_byte_level()
+    first = backend.get_vocab_size()
+    backend.add_special_tokens(names)
+    template = loop("<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n")
+    assert Tokenizer(backend, eos_token_ids=[0], chat_templates={"default": template}).end_ids == (
+        0,
+        first + 1,
+        first + 2,
+    )
+
+
 def test_names_of_harmony_in_a_gguf_file_end_no_message(write_gguf: Callable[..., Path]) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     names = ["<|endoftext|>", *sorted(harmony.MARKERS)]

@@ -127,7 +127,9 @@ def test_formats_are_detected_from_the_template() -> None:
     assert detect_tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
     assert detect_tool_format("{% if tools %}<tool_call>\n<function=f>{% endif %}") == "qwen3_coder"
     assert detect_tool_format("{% if tools %}namespace functions{% endif %}<|channel|>") == "openai"
+    assert detect_tool_format("{% if tools %}<|tool_call>call:{% endif %}") == "gemma4"
     assert detect_reasoning_format("{% if '</think>' in m %}") == "think"
+    assert detect_reasoning_format("<|channel>thought") == "gemma4"
     assert detect_reasoning_format("<|channel|>") == "openai_gptoss"
     assert detect_reasoning_format("a") is None and detect_reasoning_format(None) is None
 

@@ -18,8 +18,8 @@ from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_
 MIB = 1 << 20
 UnknownParams = Literal["refuse", "warn"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-ToolFormat = Literal["auto", "hermes", "llama3_json", "qwen3_coder", "openai", "none"]
-ReasoningFormat = Literal["auto", "think", "openai_gptoss", "none"]
+ToolFormat = Literal["auto", "hermes", "llama3_json", "qwen3_coder", "openai", "gemma4", "none"]
+ReasoningFormat = Literal["auto", "think", "openai_gptoss", "gemma4", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,9 @@ from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponse
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
+from octavo.text.formats.gemma_calls import END_CHANNEL, THOUGHT_HEADER, GemmaParser
 from octavo.text.formats.harmony import CHANNEL, FINAL_HEADER, START, HarmonyParser, harmony_messages
+from octavo.text.formats.markers import MarkerParser
 from octavo.text.formats.xml_calls import XmlCallParser
 from octavo.text.output_parser import (
     END_THINK,
@@ -110,7 +112,8 @@ class Service:
         self.tool_format: ToolFormat | None = _resolve(settings.tool_call_parser, detect_tool_format(template))
         reasoning: ReasoningFormat | None = _resolve(settings.reasoning_parser, detect_reasoning_format(template))
         self.has_reasoning = reasoning is not None
-        self.is_harmony = _is_harmony(self.tool_format, reasoning)
+        markers = _format_of_markers(self.tool_format, reasoning)
+        self.is_harmony, self.is_gemma = markers == "openai", markers == "gemma4"
         self.request_parser = RequestParser(
             model_names=self.model_names,
             defaults=backend.get_default_sampling_params(),
@@ -119,7 +122,7 @@ class Service:
             num_ids=self.tokenizer.num_ids,
             priority_scheduling=self.limits.priority_scheduling,
             has_tools=self.tool_format is not None,
-            is_harmony=self.is_harmony,
+            reads_specials=markers is not None,
             no_tools_reason=no_tools_reason(template),
             strict_openai=settings.strict_openai,
             warn_unknown=settings.unknown_params == "warn",
@@ -337,15 +340,18 @@ class Service:
         """The response builder of a chat. The rendered `prompt` may end with an open reasoning block."""
         # A truncated prompt has no text; its last tokens are enough.
         text = prompt.text or self.tokenizer.decode(prompt.token_ids[-PROMPT_SUFFIX_TOKENS:], skip_special_tokens=False)
-        starts_in_reasoning = text.rstrip().endswith(THINK) and not _is_constrained(request, END_THINK)
+        begin, end = (THOUGHT_HEADER.rstrip(), END_CHANNEL) if self.is_gemma else (THINK, END_THINK)
+        starts_in_reasoning = text.rstrip().endswith(begin) and not _is_constrained(request, end)
         names = [tool["function"]["name"] for tool in request.tools]
         reasoning: dict[str, Any] = {"reasoning": self.has_reasoning, "starts_in_reasoning": starts_in_reasoning}
 
-        def make_parser() -> OutputParser | HarmonyParser:
+        def make_parser() -> OutputParser | MarkerParser:
             if request.required_tool is not None:  # the grammar makes the output a JSON call
                 return OutputParser(tools="llama3_json", tool_names=names)
+            skipped = self._special_texts if request.skip_special_tokens else ()
+            if self.is_gemma:
+                return GemmaParser(tools=bool(self.tool_format and request.tools), skipped=skipped, **reasoning)
             if self.is_harmony:
-                skipped = self._special_texts if request.skip_special_tokens else ()
                 tools = names if request.tools else None
                 return HarmonyParser(text, reasoning=self.has_reasoning, tool_names=tools, skipped=skipped)
             if self.tool_format == "qwen3_coder" and request.tools:
@@ -369,13 +375,16 @@ def _is_constrained(request: ParsedRequest, marker: str) -> bool:
     return grammar is not None and marker not in repr(grammar)
 
 
-def _is_harmony(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> bool:
-    """True if outputs are in harmony. Raises `ParameterError` if only one of the two formats is."""
-    wrong = (tools == "openai") != (reasoning == "openai_gptoss") if tools and reasoning else False
-    if wrong:
-        text = f"tool_call_parser is {tools}, reasoning_parser {reasoning}; use openai with openai_gptoss, or none"
-        raise ParameterError(text, param="tool_call_parser")
-    return tools == "openai" or reasoning == "openai_gptoss"
+def _format_of_markers(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> ToolFormat | None:
+    """The format whose markers are special tokens. Raises `ParameterError` if only one of the two formats has it."""
+    pairs: dict[ToolFormat, ReasoningFormat] = {"openai": "openai_gptoss", "gemma4": "gemma4"}
+    for calls, thoughts in pairs.items():
+        if tools and reasoning and (tools == calls) != (reasoning == thoughts):
+            text = f"tool_call_parser is {tools}, reasoning_parser {reasoning}; use {calls} with {thoughts}, or none"
+            raise ParameterError(text, param="tool_call_parser")
+        if tools == calls or reasoning == thoughts:
+            return calls
+    return None
 
 
 def _with_request_params(api_error: ApiError, request: ParsedRequest) -> ApiError:

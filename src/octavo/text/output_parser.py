@@ -20,13 +20,14 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 HARMONY_CHANNEL = "<|channel|>"
+GEMMA_CALL, GEMMA_CHANNEL = "<|tool_call>", "<|channel>"
 
-ToolFormat = Literal["hermes", "llama3_json", "qwen3_coder", "openai"]
+ToolFormat = Literal["hermes", "llama3_json", "qwen3_coder", "openai", "gemma4"]
 """hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the output is one call, or
 several separated by semicolons, and nothing else (Llama 3). qwen3_coder: XML between the tags of hermes (Qwen3-Coder,
-Qwen3.5; `formats.xml_calls`). openai: harmony (gpt-oss; `formats.harmony`)."""
-ReasoningFormat = Literal["think", "openai_gptoss"]
-"""think: between <think> and </think>. openai_gptoss: harmony's analysis channel."""
+Qwen3.5; `formats.xml_calls`). openai: harmony (gpt-oss; `formats.harmony`). gemma4: `formats.gemma_calls`."""
+ReasoningFormat = Literal["think", "openai_gptoss", "gemma4"]
+"""think: between <think> and </think>. openai_gptoss: harmony's analysis channel. gemma4: its channel of thoughts."""
 
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -56,6 +57,8 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
         return None
     if HARMONY_CHANNEL in template:
         return "openai"
+    if GEMMA_CALL in template:
+        return "gemma4"
     if CALL in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if "python_tag" in template or ('"parameters"' in template and "ipython" in template):
@@ -75,7 +78,12 @@ def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
     """How a chat template marks reasoning; None if it does not."""
     if template is None:
         return None
-    return "openai_gptoss" if HARMONY_CHANNEL in template else "think" if END_THINK in template else None
+    markers: dict[str, ReasoningFormat] = {
+        HARMONY_CHANNEL: "openai_gptoss",
+        GEMMA_CHANNEL: "gemma4",
+        END_THINK: "think",
+    }
+    return next((name for marker, name in markers.items() if marker in template), None)
 
 
 class OutputParser:
@@ -175,7 +183,7 @@ class OutputParser:
 
     def _skip_blank(self) -> int:
         """Position after the leading white space."""
-        self._searched = _match_end(_WHITE_SPACE, self._buffer, max(self._at, self._searched))
+        self._searched = match_end(_WHITE_SPACE, self._buffer, max(self._at, self._searched))
         return self._searched
 
     def _begin(self) -> bool:
@@ -287,7 +295,7 @@ class OutputParser:
             self._further_calls(self._take(found))
             self._take(found + len(END_CALL))
             return self._enter(self._content)
-        self._take(_match_end(_CLOSING, self._buffer, self._at))
+        self._take(match_end(_CLOSING, self._buffer, self._at))
         if self._at == len(self._buffer):
             return False
         return self._enter(self._call_head if self._take(self._at + 1) == ";" else self._after_calls)
@@ -317,7 +325,7 @@ class OutputParser:
         if self._tools != "hermes" or (end is None and not rest.lstrip().startswith("{")):
             return
         end = end or 0  # else the first call lacks its last brace
-        while (end := _match_end(_BETWEEN, rest, end)) < len(rest):
+        while (end := match_end(_BETWEEN, rest, end)) < len(rest):
             try:
                 call, after = _DECODER.raw_decode(rest, end)
             except (ValueError, RecursionError):
@@ -355,6 +363,11 @@ class OutputParser:
         if not is_unicode(name + written):
             return []
         return [OutputPart("call", "", self.num_calls, name), OutputPart("call", written, self.num_calls)]
+
+
+def quoted(text: str) -> str:
+    """The string of JSON."""
+    return json.dumps(text, ensure_ascii=not is_unicode(text))
 
 
 def is_unicode(text: str) -> bool:
@@ -400,7 +413,7 @@ def _text_parts(kind: Literal["reasoning", "content"], text: str) -> list[Output
     return [OutputPart(kind, text)] if text else []
 
 
-def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Position after the match at `at`; the pattern may match the empty string."""
     found = pattern.match(text, at)
     assert found is not None

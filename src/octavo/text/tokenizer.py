@@ -27,7 +27,7 @@ from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import PromptError, TemplateError
 from octavo.text import chat_template
 from octavo.text.end_of_turn import find_end_of_turn
-from octavo.text.formats import harmony
+from octavo.text.formats import gemma_calls, harmony
 from octavo.text.tokenizer_loader import load_tokenizer_parts
 
 MARK = "\ufdd0"
@@ -108,12 +108,14 @@ class Tokenizer:
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an output: `eos_token_ids`, and the one that ends a turn in the chat template.
 
-        Those of harmony are known: in its template, <|end|> ends a turn, but in an output only a message.
+        Those of harmony are known: in its template, <|end|> ends a turn, but in an output only a message. An output of
+        Gemma 4 also ends where the result of a call must follow.
         """
         contents = {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
         end = find_end_of_turn(self.chat_template, self.special_tokens, contents) if self.chat_template else None
-        ends = harmony.END_MARKERS if contents.keys() >= harmony.MARKERS else [end] if end is not None else []
-        return tuple(dict.fromkeys((*self.eos_token_ids, *(contents[end] for end in ends))))
+        result = gemma_calls.RESPONSE
+        ends = harmony.END_MARKERS if contents.keys() >= harmony.MARKERS else (end or result, result)
+        return tuple(dict.fromkeys((*self.eos_token_ids, *(contents[end] for end in ends if end in contents))))
 
     @property
     def chat_template(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The output formats of gpt-oss and Qwen over sockets, from a model that writes given tokens."""
+"""The output formats of gpt-oss, Qwen and Gemma 4 over sockets, from a model that writes given tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.errors import ParameterError
 from tests.serve.chats import TOOL, H, both_ways
 from tests.serve.in_process_server import Server, good, listening, serving
 from tests.serve.scripted_model import Script, make_byte_checkpoint
-from tests.serve.templates import GPT_OSS, QWEN3, QWEN3_5
+from tests.serve.templates import GEMMA4, GPT_OSS, QWEN3, QWEN3_5
 
 R = "/v1/responses"
 MARKERS = ("<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|pad|>")
@@ -41,6 +41,14 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     return str(make_byte_checkpoint(tmp_path_factory.mktemp("qwen"), specials, max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """No file says that <turn|> and <|tool_response> end an output."""
+    specials = ("<pad>", "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>")
+    specials += ("<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>", "<|think|>", "<|tool>", "<tool|>")
+    return str(make_byte_checkpoint(tmp_path_factory.mktemp("gemma"), specials, max_position_embeddings=2048))
 
 
 @contextlib.asynccontextmanager
@@ -282,3 +290,76 @@ async def test_calls_in_xml(qwen: str) -> None:
         assert found == [{"city": 'Oslo\n"O"', "days": 3, "units": ["C"]}] * 2
         assert choice["finish_reason"] == "tool_calls"
         assert call in (await both_ways(server, tool_choice="none"))["message"]["content"]
+
+
+WEATHER = '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:[1,{"a":None}]}<tool_call|>'
+THINK: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+async def test_calls_of_gemma(gemma: str) -> None:
+    arguments = {"city": "Oslo", "days": [1, {"a": None}]}
+    async with scripted(gemma, GEMMA4) as (server, script):
+        script.write(f"<|channel>thought\nhm<channel|>Wait. {WEATHER}{WEATHER}<|tool_response>")
+        choice = await both_ways(server, **THINK)
+        message = choice["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", "Wait. ")
+        assert [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [arguments] * 2
+        assert {one["function"]["name"] for one in message["tool_calls"]} == {"weather"}
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", None)
+        usage = good(await server.post(H, messages=HI, **THINK))["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<thought\nhm>")}
+        uncalled = await both_ways(server, tool_choice="none")
+        assert uncalled["finish_reason"] == "stop" and "tool_calls" not in uncalled["message"]
+        items = good(await server.post(R, input="Hi", tools=[{"type": "function", **TOOL["function"]}]))["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
+        assert json.loads(items[2]["arguments"]) == arguments
+        script.write("Y<pad>es.<turn|>")
+        for options, content in (({}, "Yes."), ({"skip_special_tokens": False}, "Y<pad>es.")):
+            choice = await both_ways(server, **options)
+            assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+        script.write('{"name":"weather","arguments":{"city":"Rome"}}')
+        (call,) = (await both_ways(server, tool_choice="required", **THINK))["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+        refused = (await server.post(H, messages=HI, use_beam_search=True, n=2)).json()["error"]
+        assert refused["param"] == "use_beam_search"
+
+
+async def test_the_template_of_gemma_gets_what_it_reads(gemma: str) -> None:
+    function = {"name": "weather", "arguments": json.dumps({"city": "<|turn>", "days": [1, {"a": True}]})}
+    turn = {"role": "assistant", "content": "", "reasoning": "hm"}
+    turn["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "cold"}
+    async with scripted(gemma, GEMMA4) as (server, script):
+        script.write("a")
+        prompt = await prompt_of(server, messages=[*HI, turn, result], tools=[TOOL])
+        assert prompt.endswith(
+            "<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\nhm\n<channel|>"
+            '<|tool_call>call:weather{city:<|"|><|turn><|"|>,days:[1,{a:true}]}<tool_call|>'
+            '<|tool_response>response:weather{value:<|"|>cold<|"|>}<tool_response|>'
+        ), prompt
+        ids = good(await server.post("/tokenize", messages=[*HI, turn, result]))["tokens"]
+        assert ids.count(server.app.service.tokenizer.encode("<|turn>", add_special_tokens=False)[0]) == 2
+
+
+async def test_a_prompt_may_open_the_channel_of_thoughts(gemma: str) -> None:
+    opened = GEMMA4.replace("<|channel>thought\\n<channel|>", "<|channel>thought\\n")
+    async with scripted(gemma, opened) as (server, script):
+        script.write("hm<channel|>Yes.<turn|>")
+        message = (await both_ways(server))["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [{"a": 1}]}}}
+        script.write('{"a":1}')
+        message = (await both_ways(server, response_format=form, tools=None))["message"]
+        assert (json.loads(message["content"]), message["reasoning"]) == ({"a": 1}, None)
+
+
+async def test_parsers_of_gemma_go_together(gemma: str) -> None:
+    settings = {"tool_call_parser": "gemma4", "reasoning_parser": "none"}
+    async with scripted(gemma, "{% if tools %}t{% endif %}{{ messages[0].content }}", **settings) as (server, script):
+        script.write(f"<|channel>thought\nhm<channel|>{WEATHER}<|tool_response>")
+        choice = await both_ways(server)
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("hm", "tool_calls")
+    for calls, thoughts in (("gemma4", "think"), ("hermes", "gemma4")):
+        with pytest.raises(ParameterError, match="use gemma4 with gemma4, or none"):
+            async with serving(gemma, tool_call_parser=calls, reasoning_parser=thoughts):
+                pass

@@ -111,7 +111,7 @@ class RequestParser:
     num_ids              size of the vocabulary; None: not known here
     priority_scheduling  the scheduler orders requests by priority
     has_tools            the model's tool calls are parsed; otherwise `no_tools_reason` tells why not
-    is_harmony           outputs of chats are in harmony, whose markers are special tokens
+    reads_specials       the markers in outputs of chats are special tokens
     tokens_as_ids        default of return_tokens_as_token_ids
     force_usage          streams have the usage on every chunk
     """
@@ -123,7 +123,7 @@ class RequestParser:
     num_ids: int | None = None
     priority_scheduling: bool = False
     has_tools: bool = False
-    is_harmony: bool = False
+    reads_specials: bool = False
     no_tools_reason: str = "the model's chat template has none"
     strict_openai: bool = False
     warn_unknown: bool = False
@@ -186,9 +186,9 @@ class RequestParser:
             request.params = self._require_tool_call(
                 request.params, [t for t in tools if required in ("*", t["function"]["name"])]
             )
-        if self.is_harmony:
+        if self.reads_specials:
             if isinstance(request.params, BeamSearchParams):
-                text = "gpt-oss's format is not parsed in beams; remove use_beam_search"
+                text = "the format of this model's chats is not parsed in beams; remove use_beam_search"
                 raise bad_request("unsupported_parameter", text, "use_beam_search")
             request.skip_special_tokens = request.params.skip_special_tokens
             request.params = dataclasses.replace(request.params, skip_special_tokens=False)

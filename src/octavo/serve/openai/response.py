@@ -20,7 +20,7 @@ from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, R
 from octavo.frontend.cooperative import YIELD_POINT
 from octavo.serve.openai.request import ParsedRequest
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.formats.harmony import HarmonyParser
+from octavo.text.formats.markers import MarkerParser
 from octavo.text.output_parser import OutputParser
 from octavo.text.tokenizer import Tokenizer
 
@@ -305,14 +305,14 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         tokenizer: Tokenizer,
         fingerprint: str,
         *,
-        make_parser: Callable[[], OutputParser | HarmonyParser],
+        make_parser: Callable[[], OutputParser | MarkerParser],
         has_reasoning: bool,
         new_call_id: Callable[[], str],
     ) -> None:
         super().__init__(request, name, tokenizer, fingerprint)
         self.has_reasoning = has_reasoning
         self._make_parser = make_parser
-        self._parsers: dict[int, OutputParser | HarmonyParser] = {}
+        self._parsers: dict[int, OutputParser | MarkerParser] = {}
         self._new_call_id = new_call_id
         self._prompt_token_ids: Sequence[int] | None = None
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal
 
+from octavo.text.formats.markers import MarkerParser
 from octavo.text.output_parser import OutputPart
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -28,8 +29,6 @@ FUNCTIONS = "functions."
 """Precedes the name of a tool in a recipient."""
 
 MAX_HEADER_CHARS = 400
-_MARKER = re.compile(r"<\|[a-z_0-9]{1,32}\|>")
-_MARKER_START = re.compile(r"<(?:\|(?:[a-z_0-9]{1,32}\|?)?)?\Z")
 _ROLE = re.compile(r"[\w.:-]*")
 _MAY_BE_RECIPIENT = re.compile(r"\s*+(?:t|to|to=\S*+(?:\s++\w*+\s*+)?)?")
 _MAY_BE_CHANNEL = re.compile(r"\s*+\S*+(?:\s++\S*+){0,3}")
@@ -49,16 +48,15 @@ class _State(Enum):
 _IN_HEADER = (_State.RECIPIENT, _State.CHANNEL)
 
 
-class HarmonyParser:
-    """Incremental parser of one output, with the interface of `OutputParser`.
+class HarmonyParser(MarkerParser):
+    """`MarkerParser` for harmony. A header that is open at the end of the output is dropped.
 
     prompt      the end of the prompt: the output continues its last message
     reasoning   the analysis channel is reasoning; otherwise content
     tool_names  None: there are no calls. A recipient "functions.NAME" is a call of any tool, "NAME" of these
-    skipped     texts of further special tokens that are dropped
     """
 
-    reasoning_begin, reasoning_end = MESSAGE, END
+    markers, reasoning_begin, reasoning_end = MARKERS, MESSAGE, END
 
     def __init__(
         self,
@@ -68,15 +66,12 @@ class HarmonyParser:
         tool_names: Collection[str] | None = None,
         skipped: Collection[str] = (),
     ) -> None:
-        self.num_calls = 0
+        super().__init__(skipped)
         self._reasoning = reasoning
         self._tool_names = tool_names
-        self._skipped = frozenset(skipped) - MARKERS
         self._state = _State.OUTSIDE
         self._kind: Literal["reasoning", "content", "call"] = "content"  # of the body
         self._header = self._channel = self._recipient = ""
-        self._buffer = ""  # may be the start of a marker
-        self._parts: list[OutputPart] = []
         if (start := prompt.rfind(START)) >= 0:
             self.push(prompt[start:])
             if self._state == _State.ROLE:
@@ -85,36 +80,6 @@ class HarmonyParser:
     @property
     def in_reasoning(self) -> bool:
         return self._state == _State.BODY and self._kind == "reasoning"
-
-    def push(self, text: str) -> list[OutputPart]:
-        """Append text; returns the parts that are certain."""
-        buffer, at = self._buffer + text, 0
-        for found in _MARKER.finditer(buffer):
-            if found[0] in MARKERS or found[0] in self._skipped:
-                self._take_text(buffer[at : found.start()])
-                at = found.end()
-                if found[0] in MARKERS:
-                    self._take_marker(found[0])
-        partial = _MARKER_START.search(buffer, at)
-        end = len(buffer) if partial is None else partial.start()
-        self._take_text(buffer[at:end])
-        self._buffer = buffer[end:]
-        return self._take_parts()
-
-    def finish(self) -> list[OutputPart]:
-        """End of the output: returns the held text as what it turned out to be. An open header is dropped."""
-        self._take_text(self._buffer)
-        self._buffer = ""
-        self._end_message()
-        return self._take_parts()
-
-    def _take_parts(self) -> list[OutputPart]:
-        parts, self._parts = self._parts, []
-        return parts
-
-    def _emit(self, kind: Literal["reasoning", "content", "call"], text: str) -> None:
-        if text:
-            self._parts.append(OutputPart(kind, text, self.num_calls if kind == "call" else 0))
 
     def _take_text(self, text: str) -> None:
         if self._state == _State.ROLE:
@@ -144,10 +109,10 @@ class HarmonyParser:
             if self._state in _IN_HEADER:
                 self._read_header()
             else:
-                self._end_message()
+                self._end()
             self._state = _State.CHANNEL
         else:
-            self._end_message()
+            self._end()
             self._state = _State.ROLE if marker == START else _State.OUTSIDE
 
     def _read_header(self) -> None:
@@ -170,7 +135,7 @@ class HarmonyParser:
             self._kind = "reasoning" if self._channel == "analysis" and self._reasoning else "content"
         self._state = _State.BODY
 
-    def _end_message(self) -> None:
+    def _end(self) -> None:
         if self._state in _IN_HEADER and _HEADER.fullmatch(self._header) is None:
             self._emit("content", self._header)
         self.num_calls += self._state == _State.BODY and self._kind == "call"

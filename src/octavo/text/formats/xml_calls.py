@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.text.output_parser import CALL, END_CALL, OutputParser, OutputPart
+from octavo.text.output_parser import CALL, END_CALL, OutputParser, OutputPart, quoted
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -82,7 +82,7 @@ class XmlCallParser(OutputParser):
             self._take(found.end() + (self._buffer[found.end()] == "\n"))
             self._types = self._types_of(found[1])
             before = ", " if self._num_parameters else "{"
-            self._argument(f"{before}{_quoted(found[1])}: {'' if self._types else chr(34)}")
+            self._argument(f"{before}{quoted(found[1])}: {'' if self._types else chr(34)}")
             self._num_parameters += 1
             return self._enter(self._value)
         for end in (END_FUNCTION, END_CALL):
@@ -104,10 +104,10 @@ class XmlCallParser(OutputParser):
             if self._types:
                 self._searched = certain
             else:
-                self._argument(_quoted(self._take(certain))[1:-1])
+                self._argument(quoted(self._take(certain))[1:-1])
             return False
         value = self._take(found.start())
-        self._argument(_to_json(value, self._types) if self._types else _quoted(value)[1:])
+        self._argument(_to_json(value, self._types) if self._types else quoted(value)[1:])
         if found[0].endswith(END_PARAMETER):
             self._take(found.end())
         return self._enter(self._parameters)
@@ -141,10 +141,6 @@ class XmlCallParser(OutputParser):
             self._parts.append(OutputPart("call", text, self.num_calls))
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _to_json(text: str, types: set[str]) -> str:
     """The JSON of a value that may be of these types. What is not JSON, or text by its type, is a string."""
     word = text.strip()
@@ -154,10 +150,10 @@ def _to_json(text: str, types: set[str]) -> str:
     try:
         value = json.loads(word, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        return _quoted(text)
+        return quoted(text)
     kind = _TYPES.get(type(value), "null")
     fits = kind in types or (kind == "integer" and "number" in types)
-    return _quoted(text) if "string" in types and (kind == "string" or not fits) else word
+    return quoted(text) if "string" in types and (kind == "string" or not fits) else word
 
 
 def _refuse_constant(name: str) -> None:
