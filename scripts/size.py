@@ -20,8 +20,8 @@ BUDGETS: dict[str, int] = {
     "checkpoint": 723,  # finding a model's files, reading headers, the tables of keys
     "engine": 2742,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
     "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
-    "text": 2580,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 560,
-    # of them harmony and calls in XML 310
+    "text": 2810,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 790,
+    # of them harmony and calls in XML 310, Gemma 4 200 and markers that are special tokens 50
     "kernels": 12750,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits; recurrent layers 832; batch
     # invariance 185; experts in groups on a GPU 170; races over slices 95, filters by
@@ -36,7 +36,8 @@ BUDGETS: dict[str, int] = {
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 4240,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
-    "serve": 5011,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants; harmony 40
+    "serve": 5020,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants; harmony 40,
+    # Gemma 4 10
     "simulate": 3335,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text
     "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of them 650 lines of texts
