@@ -23,7 +23,7 @@ from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, ge
 from tests.gpu.test_engine import params
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import reliability
-from tests.proof.tally import LONG_S, Tally, World
+from tests.proof.tally import Tally, World
 from tests.proof.ways import OPTIONS, WAYS, runs
 from tests.runner.test_stub_platform import completions
 
@@ -112,7 +112,7 @@ def test_a_lost_rank_is_named(model: str, number: int, text: str, monkeypatch: p
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_storm_of_faults(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of `make reliability` on GPUs, where a group takes 10 to 15 s to serve again."""
-    monkeypatch.setattr(reliability, "BACK_S", LONG_S)
+    monkeypatch.setattr(reliability, "BACK_S", 20.0)
     on_gpus = {"device": "cuda", "num_gpu_blocks_override": 400}
     monkeypatch.setattr(reliability, "RANK_OPTIONS", reliability.RANK_OPTIONS | on_gpus)
     tally = Tally("")
