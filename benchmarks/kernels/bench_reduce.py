@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear.skinny import add_linear, few_rows_linear, make_normed_residual
 from octavo.kernels.triton.norms import add_rms_norm
-from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
+from octavo.kernels.triton.peer_memory import PeerCopies, PeerReducer, open_buffers
 from octavo.kernels.triton.reduce import PAIRED_BYTES, push_add, push_add_norm, push_gather, push_reduce
 
 CALLS, REPLAYS, ROUNDS = 64, 20, 3
@@ -35,7 +35,9 @@ SPIN_LIMIT = 1 << 24
 """About 20 s: a rank compiles kernels while another waits."""
 
 
-def open_reducer(device: torch.device, max_bytes: int, paired_bytes: int = PAIRED_BYTES) -> PeerReducer | None:
+def open_reducer(
+    device: torch.device, max_bytes: int, paired_bytes: int = PAIRED_BYTES, sent_bytes: int = 0
+) -> PeerReducer | None:
     """Of the ranks of the default group. None on all ranks if a GPU cannot reach another's memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -53,8 +55,10 @@ def open_reducer(device: torch.device, max_bytes: int, paired_bytes: int = PAIRE
         dist.all_gather_into_tensor(parts, x)
         return torch.cat(parts.unbind(0), dim=1)
 
-    buffers = open_buffers(rank, size, device, exchange, max_bytes, spin_limit=SPIN_LIMIT, paired_bytes=paired_bytes)
-    return None if buffers is None else PeerReducer(buffers, all_reduce, all_gather)
+    limits = {"spin_limit": SPIN_LIMIT, "paired_bytes": paired_bytes, "sent_bytes": sent_bytes}
+    buffers = open_buffers(rank, size, device, exchange, max_bytes, **limits)
+    engine = PeerCopies(device) if sent_bytes else None
+    return None if buffers is None else PeerReducer(buffers, all_reduce, all_gather, engine)
 
 
 def graph_us(call: Callable[[], object], device: torch.device) -> float:

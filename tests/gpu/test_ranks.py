@@ -15,8 +15,9 @@ import torch
 if torch.cuda.device_count() < 2:
     pytest.skip("fewer than two GPUs", allow_module_level=True)
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.errors import DeviceLostError, ParameterError
+from octavo.kernels.triton.sent_sums import CopiedSum
 from octavo.runner.ranks import rank_group
 from tests.engine.models import make_talking_checkpoint
 from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, generate
@@ -94,6 +95,29 @@ def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, on_cpu: 
     with LLM(directory, device="cuda", tensor_parallel_size=2, **(OPTIONS | WAYS[way])) as llm:
         for outputs in runs(llm, way, prompts, params()):
             assert completions(outputs) == expected
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of 2,048 tokens, whose sums take 16 MiB, by a graph or not, and shorter ones."""
+    directory = str(make_tiny_checkpoint("llama", tmp_path / "llama", hidden_size=2048, max_position_embeddings=512))
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(150 + 25 * i)] for i in range(16)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    options = OPTIONS | {"max_num_seqs": 16, "max_model_len": 600, "max_num_batched_tokens": 2048}
+    options |= {"num_gpu_blocks_override": 1000}
+    with LLM(directory, device="cpu", **options) as llm:
+        expected = completions(llm.generate(prompts, greedy, use_tqdm=False))
+    sent: list[int] = []
+    send = CopiedSum.send
+
+    def count(*args: Any) -> CopiedSum:
+        sent.append(len(args[2]))
+        return send(*args)
+
+    monkeypatch.setattr(CopiedSum, "send", count)
+    with LLM(directory, device="cuda", tensor_parallel_size=2, enforce_eager=eager, **options) as llm:
+        assert completions(llm.generate(prompts, greedy, use_tqdm=False)) == expected
+    assert sent
 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGKILL, DEATH), (signal.SIGSTOP, HANG)], ids=["kill", "stop"])

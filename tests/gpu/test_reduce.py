@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmarks.kernels.bench_reduce import open_reducer
 
+from octavo.kernels.reference.norms import rms_norm
 from octavo.kernels.triton.linear import skinny
 from octavo.kernels.triton.linear.skinny import make_normed_residual
 from octavo.kernels.triton.peer_memory import MAX_PUSHED_BYTES, PeerReducer
-from tests.kernels.triton.peers import Case, Inputs, check, collect
+from tests.kernels.triton.peers import EPS, Case, Inputs, check, check_norm, collect
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -133,6 +134,65 @@ def check_products(reducer: PeerReducer, rank: int, device: str) -> list[torch.T
     return kept
 
 
+def check_sends(reducer: PeerReducer, rank: int, device: str) -> list[torch.Tensor]:
+    """Sums of 6 layers' two parts, sent while products run: alone, and in 200 replays of a graph, with late ranks.
+
+    The numbers of uses overflow on the way.
+    """
+    reducer.buffers.sends.counters[:, 0] = (1 << 31) - 600
+    make = torch.Generator(device).manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=make, device=device).to(BF16)
+
+    sizes, weight, norm = (1536, 1100), random(4096, 2048) * 2048**-0.5, random(4096)
+    slots = [slot for _ in range(6) for slot in range(4)]
+    inputs = [[[random(sizes[slot % 2], 2048) for slot in slots] for _ in range(2)] for _ in range(2)]
+    residuals = [random(size, 4096) for size in sizes]
+
+    def both_products(index: int, given: list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (x[index] @ weight.T for x in given)
+        total = (first.float() + second.float() + residuals[index % 2].float()).to(BF16)
+        return rms_norm(total, norm, EPS), total
+
+    expected = [[both_products(index, [set_[other] for other in range(2)]) for index in range(24)] for set_ in inputs]
+    xs = [x.clone() for x in inputs[0][rank]]
+
+    def run() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        sent, results = [], []
+        for slot, x in zip(slots, xs, strict=True):
+            if len(sent) == 2:
+                results.append(sent.pop(0).add_rms_norm(residuals[slot % 2], norm, EPS))
+            sent.append(reducer.send(x @ weight.T, slot))
+        return results + [x.add_rms_norm(residual, norm, EPS) for x, residual in zip(sent, residuals, strict=True)]
+
+    def check_results(results: list[tuple[torch.Tensor, torch.Tensor]], which: int, where: str) -> None:
+        assert not reducer.buffers.status.item(), f"{where}: a message did not come within the limit"
+        for index, ((normed, total), (wanted_norm, wanted)) in enumerate(zip(results, expected[which], strict=True)):
+            assert torch.equal(total, wanted), f"{where}, message {index}"
+            check_norm(normed, wanted_norm)
+
+    for repeat in range(20):
+        for x, given in zip(xs, inputs[repeat % 2][rank], strict=True):
+            x.copy_(given)
+        if repeat % 4 == rank:
+            time.sleep(0.003)
+        check_results(run(), repeat % 2, f"pass {repeat}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = run()
+    for repeat in range(200):
+        for x, given in zip(xs, inputs[repeat % 2][rank], strict=True):
+            x.copy_(given)
+        if repeat % 20 == 10 * rank:
+            time.sleep(0.003)
+        graph.replay()
+        if repeat % 10 in (0, 1, 5):
+            check_results(results, repeat % 2, f"replay {repeat}")
+    say(rank, f"200 replays of 24 sent sums are right; {reducer.buffers.sends.counters.tolist()}")
+    return [x for result in results for x in result]
+
+
 def run_rank(rank: int, folder: Path) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     device = f"cuda:{rank}"
@@ -141,10 +201,10 @@ def run_rank(rank: int, folder: Path) -> None:
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=torch.device(device)
     )
     say(rank, torch.cuda.get_device_name(), "reaches the other:", torch.cuda.can_device_access_peer(rank, 1 - rank))
-    reducer = open_reducer(torch.device(device), MAX_PUSHED_BYTES)
+    reducer = open_reducer(torch.device(device), MAX_PUSHED_BYTES, sent_bytes=1536 * 8192)
     assert reducer is not None
     kept = check_shapes(reducer, rank, device) + check_replays(reducer, rank, device)
-    kept += check_products(reducer, rank, device)
+    kept += check_products(reducer, rank, device) + check_sends(reducer, rank, device)
     torch.save([x.cpu() for x in kept], folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

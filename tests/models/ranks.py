@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,34 @@ from octavo.models.linear import TensorParallel
 T = TypeVar("T")
 
 
-class ThreadSums:
-    """`ops.RankSums` of operations one by one."""
+class ThreadSum(NamedTuple):
+    """`ops.SentSum`, summed by whoever asks for it; on_way: slots of messages that are"""
 
-    def __init__(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        self.all_reduce = all_reduce
+    sums: ThreadSums
+    partial: Tensor
+    slot: int
+    on_way: list[int]
+
+    def add_rms_norm(self, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert self.on_way.pop(0) == self.slot  # in the order of sending
+        return self.sums.add_rms_norm(self.partial, residual, norm, eps)
+
+
+class ThreadSums:
+    """`ops.RankSums` of operations one by one. sends: longer batches than a token are computed in halves"""
+
+    def __init__(self, all_reduce: Callable[[Tensor], Tensor], *, sends: bool = False) -> None:
+        self.all_reduce, self.sends = all_reduce, sends
+        self.num_sent, self.on_way = 0, list[int]()
+
+    def part_size(self, num_tokens: int, row_bytes: int) -> int:
+        return num_tokens // 2 if self.sends else 0
+
+    def send(self, partial: Tensor, slot: int) -> ThreadSum:
+        assert slot == self.num_sent % 4 and len(self.on_way) < 2
+        self.num_sent += 1
+        self.on_way.append(slot)
+        return ThreadSum(self, partial, slot, self.on_way)
 
     def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
         return make_normed_residual(residual.x + self.all_reduce(partial), norm)
@@ -38,8 +61,8 @@ class ThreadSums:
 class Ranks:
     """Ranks whose collectives exchange tensors through a list, with a barrier. Their sums are equal in all bits."""
 
-    def __init__(self, size: int, *, fuses_sums: bool = False) -> None:
-        self.fuses_sums = fuses_sums
+    def __init__(self, size: int, *, fuses_sums: bool = False, sends: bool = False) -> None:
+        self.fuses_sums, self.sends = fuses_sums, sends
         self.parts: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=120)
 
@@ -59,7 +82,7 @@ class Ranks:
             len(self.parts),
             all_reduce,
             all_gather=lambda part: torch.cat(exchange(part), dim=1),
-            sums=ThreadSums(all_reduce) if self.fuses_sums else None,
+            sums=ThreadSums(all_reduce, sends=self.sends) if self.fuses_sums else None,
         )
 
     def run(self, run: Callable[[TensorParallel], T]) -> list[T]:

@@ -94,13 +94,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     return Models()
 
 
-def run_ranks(path: Path, size: int, chunk: int = 7, *, fuses_sums: bool = False, **options: Any) -> list[list[Tensor]]:
+def run_ranks(
+    path: Path, size: int, chunk: int = 7, *, fuses_sums: bool = False, sends: bool = False, **options: Any
+) -> list[list[Tensor]]:
     """The logits of each prompt, of each rank."""
 
     def run(tp: TensorParallel) -> list[Tensor]:
         return PagedRun(load_tiny(path, tp=tp, **options), PROMPTS, block_size=8, tp_size=size).run(chunk)
 
-    return Ranks(size, fuses_sums=fuses_sums).run(run)
+    return Ranks(size, fuses_sums=fuses_sums, sends=sends).run(run)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -124,17 +126,20 @@ def test_small_batches_of_ranks_have_a_path_where_sums_are_added_to_the_residual
             assert_close(actual, wanted)
 
 
+@pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_norms_sum_the_parts_of_ranks(models: Any, case: str) -> None:
+def test_norms_sum_the_parts_of_ranks(models: Any, case: str, sends: bool) -> None:
+    """Also those of halves of a batch, sent while the other half is computed."""
     directory, expected = models[case]
-    for result in run_ranks(directory, 2, fuses_sums=True, ops=reference):
+    for result in run_ranks(directory, 2, fuses_sums=True, sends=sends, ops=reference):
         for actual, wanted in zip(result, expected, strict=True):
             assert_close(actual, wanted)
 
 
+@pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("rows", [[], [3], [8, 25]], ids=str)
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next", "gemma4"])
-def test_ranks_return_the_logits_of_some_rows(models: Any, case: str, rows: list[int]) -> None:
+def test_ranks_return_the_logits_of_some_rows(models: Any, case: str, rows: list[int], sends: bool) -> None:
     """Of a step with all tokens of the prompts; also of none, after a chunk that is not a prompt's last."""
     directory, expected = models[case]
     wanted = torch.cat(expected)[rows]
@@ -151,7 +156,7 @@ def test_ranks_return_the_logits_of_some_rows(models: Any, case: str, rows: list
         PagedRun(model, PROMPTS, block_size=8, tp_size=2).step([len(prompt) for prompt in PROMPTS])
         return found[0]
 
-    for result in Ranks(2, fuses_sums=True).run(run):
+    for result in Ranks(2, fuses_sums=True, sends=sends).run(run):
         assert result.shape == wanted.shape
         if rows:
             assert_close(result, wanted)

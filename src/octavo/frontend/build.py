@@ -320,6 +320,10 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     """Load and pack the weights of both models, and compile the platform's kernels in parallel."""
     args, platform = resolved.args, resolved.platform
     method = find_linear_method(args.quantization, platform.name, batch_invariant=args.batch_invariant)
+    tp = SINGLE_RANK
+    if resolved.ranks is not None:
+        row_bytes = resolved.spec.hidden_size * getattr(torch, resolved.dtype).itemsize
+        tp = resolved.ranks.tensor_parallel(args.max_num_batched_tokens or 1, row_bytes)
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
         read: Callable[..., Model] = partial(load_model, each.checkpoint)
@@ -330,7 +334,7 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
             dtype=getattr(torch, each.dtype),
             device=platform.device,
             ops=platform.ops,
-            tp=SINGLE_RANK if each is resolved.draft or resolved.ranks is None else resolved.ranks.tensor_parallel,
+            tp=SINGLE_RANK if each is resolved.draft else tp,
             linear_method=method,
             max_len=max_len,
         )

@@ -19,6 +19,14 @@ from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 
 
+class SentSum(Protocol):
+    """The sum of all ranks' parts of an output, which are on their way."""
+
+    def add_rms_norm(self, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """As of `RankSums`. Called once."""
+        ...
+
+
 class RankSums(Protocol):
     """Sums of tensor parallel ranks' parts of an output, each in one operation with what follows; on a GPU.
 
@@ -37,6 +45,20 @@ class RankSums(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the RMS norm of residual + the sum of all ranks' x, that sum)."""
+        ...
+
+    def part_size(self, num_tokens: int, row_bytes: int) -> int:
+        """Tokens of the first of two parts, in which a batch is computed while sums are sent; 0: it is not.
+
+        row_bytes  of a token in a sum
+        """
+        ...
+
+    def send(self, partial: Tensor, slot: int) -> SentSum:
+        """Begin to sum the ranks' partial of a part of the batch, while other work of this GPU goes on.
+
+        slot  0 and 1 for the parts of a mixer's output, then 2 and 3 for those of an MLP's; all four by turns
+        """
         ...
 
 

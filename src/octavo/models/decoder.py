@@ -44,7 +44,19 @@ class DecoderLayer:
         rows  [num_rows] int64, the tokens of the result, [num_rows, hidden_size]: no MLP sees the others. None: all
         """
         projected, residual = self._after_norm(self.attention.qkv, x, residual, self.attention_norm)
-        x = self.attention(projected, batch, kv_layer, cos_sin)
+        return self.after_projection(projected, residual, batch, kv_layer, cos_sin, rows)
+
+    def after_projection(
+        self,
+        projected: Tensor,
+        residual: Tensor,
+        batch: RaggedBatch,
+        kv_layer: Tensor,
+        cos_sin: Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`__call__` without its first norm and product. projected: `attention.qkv` of the tokens"""
+        x = self.attention.out(self.attention.mix(projected, batch, kv_layer, cos_sin))
         if rows is not None:
             x, residual = x[rows], residual[rows]
             if not len(rows):  # a chunk that is not a prompt's last
@@ -55,6 +67,33 @@ class DecoderLayer:
         if self.after_mlp is not None:
             x = self.ops.rms_norm(x, self.after_mlp, self.eps)
         return x, residual
+
+    def forward_in_parts(
+        self,
+        projected: Tensor,
+        residual: list[Tensor],
+        batch: RaggedBatch,
+        kv_layer: Tensor,
+        cos_sin: Tensor,
+        following: DecoderLayer,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`after_projection`, and the first norm and product of the layer that follows, of two parts of the tokens.
+
+        While a part's sums are on their way between the ranks, products of the other part run.
+        """
+        sums, (first, second) = self.tp.sums, residual
+        assert sums is not None and self.mlp_norm is not None and following.attention_norm is not None
+        mixed = torch.split(self.attention.mix(projected, batch, kv_layer, cos_sin), [len(first), len(second)])
+        attended = [sums.send(self.attention.out(part), slot) for slot, part in enumerate(mixed)]
+        outputs, parts, totals = [], [], []
+        for slot, (x, before) in enumerate(zip(attended, residual, strict=True), start=len(attended)):
+            normed, total = x.add_rms_norm(before, self.mlp_norm, self.eps)
+            outputs.append((sums.send(self.mlp(normed), slot), total))
+        for x, before in outputs:
+            normed, total = x.add_rms_norm(before, following.attention_norm, self.eps)
+            parts.append(following.attention.qkv(normed))
+            totals.append(total)
+        return torch.cat(parts), totals
 
     def _transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The addition, the norm and the MLP -> (the MLP's output, the sum)."""
@@ -179,11 +218,34 @@ class Decoder:
             if self.tp.sums_in_norms and self.tp.all_reduce is not None:
                 x = self.tp.all_reduce(x)  # this path begins with a whole sum
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows), sliced=sliced)
-        residual = torch.zeros_like(x)
-        for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):
-            x, residual = layer(x, residual, *memory, table, logits_rows if layer is self.layers[-1] else None)
+        places = [(*m, table) for m, table in zip(self._memory_of_layers(batch, kv), self.tables, strict=True)]
+        if size := self._part_size(x):
+            x, residual = self._forward_in_parts(x, size, places, logits_rows)
+        else:
+            residual = torch.zeros_like(x)
+            for layer, place in zip(self.layers, places, strict=True):
+                x, residual = layer(x, residual, *place, logits_rows if layer is self.layers[-1] else None)
         x, _ = self.tp.add_rms_norm(self.ops, x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x, sliced=sliced)
+
+    def _part_size(self, x: Tensor) -> int:
+        """Tokens of the first part of a batch that is computed in parts; 0: it is not."""
+        if not self.tp.sums_in_norms or self.tp.sums is None or len(self.layers) < 2:
+            return 0
+        return self.tp.sums.part_size(len(x), x.shape[1] * x.itemsize)
+
+    def _forward_in_parts(
+        self, x: Tensor, size: int, places: list[tuple[RaggedBatch, Tensor, Tensor]], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's part of the embeddings -> the last layer's (x, residual). places: of the layers"""
+        norm = self.layers[0].attention_norm
+        assert self.tp.all_reduce is not None and norm is not None
+        x = self.tp.all_reduce(x)
+        projected = self.layers[0].attention.qkv(self.ops.rms_norm(x, norm, self.spec.rms_norm_eps))
+        residual = list(torch.split(x, [size, len(x) - size]))
+        for layer, following, place in zip(self.layers, self.layers[1:], places, strict=False):
+            projected, residual = layer.forward_in_parts(projected, residual, *place, following)
+        return self.layers[-1].after_projection(projected, torch.cat(residual), *places[-1], rows)
 
     def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """Small-batch path: embeddings of at most `max_small_batch_tokens` tokens -> the head's input."""

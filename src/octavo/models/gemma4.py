@@ -27,7 +27,7 @@ class NormedAttention(Attention):
         self.shares_kv = spec.shares_kv
         self.v_norm = torch.ones(spec.head_dim, dtype=factory.dtype, device=factory.device)
 
-    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+    def mix(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         if self.shares_kv:
             heads = projected.view(len(projected), -1, len(self.v_norm))
             q, k = torch.split(heads, [heads.shape[1] - kv_layer.shape[2], kv_layer.shape[2]], dim=1)
@@ -38,7 +38,7 @@ class NormedAttention(Attention):
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
-        return self.out(self._attend(q, batch, kv_layer))
+        return self._attend(q, batch, kv_layer)
 
 
 class ScaledExperts(Experts):

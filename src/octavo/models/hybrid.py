@@ -19,9 +19,6 @@ from octavo.models.spec import HybridSpec
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate."""
 
-    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        return self.out(self._attend_gated(projected, batch, kv_layer, cos_sin))
-
     def forward_small_batch(
         self,
         residual: NormedResidual,
@@ -31,10 +28,10 @@ class GatedAttention(Attention):
         cos_sin: Tensor,
         next_norm: Tensor,
     ) -> NormedResidual:
-        x = self._attend_gated(self.qkv.norm_linear(residual, eps), batch, kv_layer, cos_sin)
+        x = self.mix(self.qkv.norm_linear(residual, eps), batch, kv_layer, cos_sin)
         return self.out.add_linear(residual, x, next_norm)
 
-    def _attend_gated(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+    def mix(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """projected [num_tokens, Q, gates, K and V] -> [num_tokens, num_heads * head_dim]."""
         head_dim = head_dim_of(kv_layer)
         kv_size = kv_layer.shape[2] * head_dim
@@ -67,10 +64,6 @@ class GatedDeltaNet:
         self.first = index * own.layer_state_size
         self.first_matrix = self.first + own.conv_channels * (own.conv_size - 1)
 
-    def __call__(self, projected: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
-        """projected: of `qkv` -> [num_tokens, hidden_size]; states [num_blocks + 1, numbers of a block]."""
-        return self.out(self._mix(projected, batch, states))
-
     @property
     def max_small_batch_tokens(self) -> int:
         return min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
@@ -84,10 +77,11 @@ class GatedDeltaNet:
         cos_sin: Tensor,
         next_norm: Tensor,
     ) -> NormedResidual:
-        return self.out.add_linear(residual, self._mix(self.qkv.norm_linear(residual, eps), batch, states), next_norm)
+        x = self.mix(self.qkv.norm_linear(residual, eps), batch, states, cos_sin)
+        return self.out.add_linear(residual, x, next_norm)
 
-    def _mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor) -> Tensor:
-        """The layer between its projections; see `HybridSpec.recurrent_linears`."""
+    def mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
+        """projected: see `HybridSpec.recurrent_linears`; states [num_blocks + 1, numbers of a block]."""
         spec = self.spec
         qkv, gate, b, a = torch.split(projected, [spec.conv_channels, *self.qkv.own.out_sizes[3:]], dim=1)
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)

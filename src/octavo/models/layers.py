@@ -74,15 +74,15 @@ class Attention:
             JointNorms(spec, factory.tp, norms["joint_q"], norms["joint_k"]) if "joint_q" in norms else None
         )
 
-    def __call__(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """projected: `qkv` of the tokens -> [num_tokens, hidden_size]; writes their K and V to kv_layer."""
+    def mix(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        """projected: `qkv` of the tokens -> [num_tokens, num_heads * head_dim]; writes their K and V to kv_layer."""
         q, k, v = split_heads(projected, kv_layer)
         if self.joint_norms is not None:
             self.joint_norms(self.ops, q, k)
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
-        return self.out(self._attend(q, batch, kv_layer))
+        return self._attend(q, batch, kv_layer)
 
     @property
     def max_small_batch_tokens(self) -> int:
@@ -117,18 +117,19 @@ class Attention:
 class Mixer(Protocol):
     """The part of a decoder layer that sees other tokens: attention, or a recurrence.
 
-    qkv  its first projection, which alone reads its input
+    qkv, out  its first and last projections, which alone read its input and write its output
     """
 
     qkv: Linear
+    out: Linear
 
     @property
     def max_small_batch_tokens(self) -> int:
         """As of `MLP`."""
         ...
 
-    def __call__(self, projected: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
-        """projected: of `qkv` -> [num_tokens, hidden_size], see `TensorParallel.reduced`.
+    def mix(self, projected: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
+        """What is between its projections: `qkv` of the tokens -> the input of `out`, [num_tokens, out.own.in_size].
 
         memory  the layer's K and V, or its states; modified
         """

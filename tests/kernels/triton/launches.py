@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +23,9 @@ from octavo.kernels.triton import invariant_ops, ops, reduce
 from octavo.kernels.triton.capability import kernels_for
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 from octavo.kernels.triton.linear.norm_quantise import add_norm_quantise
+from octavo.kernels.triton.sent_sums import CopiedSum
 from tests.kernels.cpu.groups import make_groups
+from tests.kernels.triton.peers import HostCopies
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 16
@@ -295,6 +298,16 @@ def winners_of_slices() -> None:
     reduce.push_gather(buffers, torch.empty(8, 3))
 
 
+def sent_sums() -> None:
+    shapes = reduce.buffer_shapes(2, 1 << 16, sent_bytes=1 << 23)
+    buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
+    for width, dtype in ((4096, BF16), (5120, F16), (1030, F32)):
+        x, norm = torch.empty(300, width, dtype=dtype), torch.empty(width, dtype=dtype)
+        sent = CopiedSum(buffers, HostCopies(0), x, 1, threading.Event())
+        sent.end.set()
+        sent.add_rms_norm(x, norm, 1e-6)
+
+
 def wide_norms_over_ranks() -> None:
     """Of rows in several blocks."""
     shapes = reduce.buffer_shapes(2, 1 << 22)
@@ -381,6 +394,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     recurrent,
     sums_over_ranks,
     winners_of_slices,
+    sent_sums,
     wide_norms_over_ranks,
     norms_and_activations,
     kv_copies,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import queue
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +121,31 @@ class Pushing:
         return reduce.push_gather(self.buffers, x)
 
 
+class HostCopies:
+    """The `CopyEngine` of memory of this host: a thread that copies in order, each a random time later."""
+
+    def __init__(self, seed: int, delay_s: float = 0.0) -> None:
+        self._queue: queue.SimpleQueue[tuple[Sequence[tuple[Tensor, int]], threading.Event]] = queue.SimpleQueue()
+        self._late, self._delay_s = random.Random(seed), delay_s
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            copies, end = self._queue.get()
+            for tensor, address in copies:
+                time.sleep(self._delay_s * self._late.random())
+                ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+            end.set()
+
+    def copy(self, copies: Sequence[tuple[Tensor, int]]) -> threading.Event:
+        end = threading.Event()
+        self._queue.put((copies, end))
+        return end
+
+    def wait(self, end: threading.Event) -> None:
+        assert end.wait(60)
+
+
 class Memory(NamedTuple):
     """Ranks' buffers in the memory of this host."""
 
@@ -126,8 +154,8 @@ class Memory(NamedTuple):
     paired_bytes: int
 
     @classmethod
-    def allocate(cls, size: int, max_bytes: int, paired_bytes: int) -> Memory:
-        shapes = reduce.buffer_shapes(size, max_bytes, paired_bytes)
+    def allocate(cls, size: int, max_bytes: int, paired_bytes: int, sent_bytes: int = 0) -> Memory:
+        shapes = reduce.buffer_shapes(size, max_bytes, paired_bytes, sent_bytes)
         num_words = sum(map(math.prod, shapes))
         mine = [torch.zeros(num_words, dtype=torch.int64).share_memory_() for _ in range(size)]
         return cls(mine, shapes, paired_bytes)

@@ -6,6 +6,7 @@ Also whole models of two ranks, with all kernels of a pass.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from octavo.kernels.triton import ops
+from octavo.kernels.triton import ops, peer_memory
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
+from octavo.kernels.triton.reduce import SEND_SLOTS
 from octavo.models.linear import TensorParallel
-from tests.kernels.triton.peers import Case, Inputs, Memory, check, collect
+from tests.kernels.triton.peers import Case, HostCopies, Inputs, Memory, check, collect
 from tests.models.test_tensor_parallel import CASES as MODELS
 from tests.models.tiny import (
     PagedRun,
@@ -55,6 +57,17 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "size"), [(2048, 0), (2049, 1152), (4096, 2048), (4100, 2176), (4352, 2176), (4353, 0)]
+)
+def test_long_batches_are_halved_in_tiles(num_tokens: int, size: int) -> None:
+    """If they are longer than messages that are pushed, and fit."""
+    buffers = Memory.allocate(2, 1 << 10, 0, 2176 * 4096).of_rank(0, 0, 3)
+    reducer = PeerReducer(buffers, all_reduce, all_gather, HostCopies(0))
+    assert reducer.part_size(num_tokens, 4096) == size
+    assert replace(reducer, engine=None).part_size(num_tokens, 4096) == 0
+
+
 def start_gloo(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -83,14 +96,21 @@ def test_messages_are_pushed_where_they_fit(tmp_path: Path) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def run_model(rank: int, memory: Memory, folder: Path) -> None:
+def run_model(rank: int, memory: Memory, folder: Path, sends: bool) -> None:
     start_gloo(rank, folder)
     buffers = memory.of_rank(rank, 0, spin_limit=200_000)
-    peers = PeerReducer(buffers, all_reduce, all_gather)
+    peers, chunks = PeerReducer(buffers, all_reduce, all_gather), CHUNKS
+    if sends:
+        peer_memory.PART_TOKENS = 4
+        peers, chunks = replace(peers, engine=HostCopies(rank), pushed_bytes=0), CHUNKS[1:]
     model = load_tiny(folder / "model", ops, tp=TensorParallel(rank, 2, peers.all_reduce, peers.all_gather, peers))
-    results = [PagedRun(model, PROMPTS, block_size=16, tp_size=2).run(chunk) for chunk in CHUNKS]
-    assert not buffers.status.item() and buffers.pairs.epochs[0] > 0 and buffers.blocks.epochs[0] > 0
+    results = [PagedRun(model, PROMPTS, block_size=16, tp_size=2).run(chunk) for chunk in chunks]
+    assert not buffers.status.item()
     assert model.tp.sums_in_norms == (model.max_small_batch_tokens > 0)
+    if sends:
+        assert buffers.sends.counters.tolist() == [[len(model.layers), 0]] * SEND_SLOTS  # from 1, and not of the last
+    else:
+        assert buffers.pairs.epochs[0] > 0 and buffers.blocks.epochs[0] > 0
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -99,13 +119,19 @@ def run_model(rank: int, memory: Memory, folder: Path) -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="processes share the memory of the host; see tests/gpu/test_ranks"
 )
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next", "gemma4"])
-def test_models_of_two_ranks_give_transformers_logits(tmp_path: Path, case: str) -> None:
-    """Small batches, whose sums are added to the residual, and larger ones, whose sums a norm takes or nothing."""
+@pytest.mark.parametrize(
+    ("case", "sends"),
+    [("llama", False), ("qwen3_moe", False), ("qwen3_next", False), ("gemma4", False), ("llama", True)],
+)
+def test_models_of_two_ranks_give_transformers_logits(tmp_path: Path, case: str, sends: bool) -> None:
+    """Small batches, whose sums are added to the residual, and larger ones, whose sums a norm takes or nothing.
+
+    sends: the larger batch in two parts, whose sums are sent
+    """
     kind, sizes = MODELS[case]
     directory = make_tiny_checkpoint(kind, tmp_path / "model", **({"intermediate_size": 40} | sizes))
     expected = transformers_logits(directory, PROMPTS)
-    mp.spawn(run_model, (Memory.allocate(2, 1 << 20, 1 << 12), tmp_path), nprocs=2)
+    mp.spawn(run_model, (Memory.allocate(2, 1 << 20, 1 << 12, 1 << 16), tmp_path, sends), nprocs=2)
     for rank in range(2):
         for result in torch.load(tmp_path / f"{rank}.pt"):
             for actual, wanted in zip(result, expected, strict=True):

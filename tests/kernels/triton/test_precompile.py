@@ -16,6 +16,7 @@ from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import skinny, skinny_hopper
 from octavo.kernels.triton.linear.tuning import HopperTuning
+from octavo.kernels.triton.peer_memory import PeerCopies
 from tests.kernels.triton.compiled import FakeDriver
 
 
@@ -121,6 +122,14 @@ def test_kernels_of_a_key_are_precompiled_once(tmp_path: Path, monkeypatch: pyte
     with precompile.Precompiler("another", device) as other:
         other.precompile(lambda: None)
     assert calls[3:] == [[], ["closed"]]
+
+
+def test_copies_of_a_dry_run_are_not_done() -> None:
+    """A flag that a copy sets would tell of data that no kernel has written."""
+    copies, ends = object.__new__(PeerCopies), []  # its stream needs a GPU
+    precompile.list_kernels(lambda: ends.append(copies.copy([(torch.zeros(1), 0)])))
+    assert ends == [None]
+    copies.wait(ends[0])
 
 
 def test_what_no_kernel_writes_is_zero_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ kernel that ends before its predecessor lets its own successor start too early.
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 import triton
@@ -23,6 +24,15 @@ try:
     from triton.language.extra.cuda import gdc_wait as gdc_wait
 except ImportError:  # a Triton without NVIDIA's modules; no kernel has USE_PDL there
     gdc_launch_dependents = gdc_wait = None
+
+
+class DryRun(threading.local):
+    """is_on: this thread's kernels are listed and not launched, see `precompile.list_kernels`."""
+
+    is_on = False
+
+
+dry_run = DryRun()
 
 
 @functools.cache

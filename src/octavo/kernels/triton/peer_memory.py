@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton import launch
 from octavo.kernels.triton.linear import skinny
 from octavo.kernels.triton.linear.tuning import TILE_TOKENS, supports_hopper
 from octavo.kernels.triton.norms import add_rms_norm
@@ -27,11 +29,15 @@ from octavo.kernels.triton.reduce import (
     push_reduce,
     split_buffer,
 )
+from octavo.kernels.triton.sent_sums import CopiedSum, CopyEngine
 
 logger = logging.getLogger("octavo")
 MAX_PUSHED_BYTES = 8 << 20
 """Larger messages take NCCL; benchmarks/kernels/bench_reduce.py measures where it is faster."""
+PART_TOKENS = 128
+"""The first of two parts of a batch has a multiple: a tile of products."""
 HANDLE_BYTES = 64
+DEVICE_TO_DEVICE = 3
 LAZY_ENABLE_PEER_ACCESS = 1
 NO_HANDLE = bytes(HANDLE_BYTES)
 
@@ -43,12 +49,17 @@ Exchange = Callable[[bytes], list[bytes]]
 class PeerReducer:
     """Up to some MiB are pushed through peer memory, see `reduce`; the others take NCCL. CUDA graphs capture both.
 
+    Of two ranks, sums of layers longer than `pushed_bytes` are sent in parts by copy engines, see `sent_sums`.
+
     all_reduce_large, all_gather_large  NCCL's
+    engine  None: there is none
     """
 
     buffers: PeerBuffers
     all_reduce_large: Callable[[Tensor], Tensor]
     all_gather_large: Callable[[Tensor], Tensor]
+    engine: CopyEngine | None = None
+    pushed_bytes: int = MAX_PUSHED_BYTES
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x's memory if that is contiguous: the same bits on all ranks."""
@@ -84,6 +95,17 @@ class PeerReducer:
             return push_add_norm(self.buffers, x, residual.contiguous(), norm, eps)
         return add_rms_norm(self.all_reduce(x), residual, norm, eps)
 
+    def part_size(self, num_tokens: int, row_bytes: int) -> int:
+        """See `RankSums.part_size`."""
+        size = _first_part(num_tokens)
+        is_sent = self.engine is not None and size < num_tokens and num_tokens * row_bytes > self.pushed_bytes
+        return size if is_sent and size * row_bytes <= self.buffers.sends.capacity else 0
+
+    def send(self, partial: Tensor, slot: int) -> CopiedSum:
+        """See `RankSums.send`."""
+        assert self.engine is not None
+        return CopiedSum.send(self.buffers, self.engine, partial.contiguous(), slot)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""
         x = x.contiguous()
@@ -92,8 +114,55 @@ class PeerReducer:
         return self.all_gather_large(x)
 
 
+def _first_part(num_tokens: int) -> int:
+    return cdiv(num_tokens, 2 * PART_TOKENS) * PART_TOKENS
+
+
+class PeerCopies:
+    """The `CopyEngine` of a GPU whose peers' memory is mapped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._runtime = _runtime()
+
+    def copy(self, copies: Sequence[tuple[Tensor, int]]) -> Any:
+        if launch.dry_run.is_on:
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor, address in copies:
+            target, source = ctypes.c_void_p(address), ctypes.c_void_p(tensor.data_ptr())
+            size, stream = ctypes.c_size_t(tensor.nbytes), ctypes.c_void_p(self._stream.cuda_stream)
+            _check(self._runtime.cudaMemcpyAsync(target, source, size, DEVICE_TO_DEVICE, stream), "cudaMemcpyAsync")
+        return self._stream.record_event()
+
+    def wait(self, end: Any) -> None:
+        if end is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(end)
+
+
 class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_byte * HANDLE_BYTES),)
+
+
+def make_reducer(
+    rank: int,
+    size: int,
+    device: torch.device,
+    exchange: Exchange,
+    all_reduce: Callable[[Tensor], Tensor],
+    all_gather: Callable[[Tensor], Tensor],
+    output: tuple[int, int],
+) -> PeerReducer | None:
+    """A rank's sums; None on every rank if one has no peer memory.
+
+    all_reduce, all_gather  NCCL's    output  tokens of the longest pass, and bytes of a token in a layer's output
+    """
+    is_sent = size == 2 and math.prod(output) > MAX_PUSHED_BYTES
+    sent_bytes = _first_part(output[0]) * output[1] if is_sent else 0
+    buffers = open_buffers(rank, size, device, exchange, sent_bytes=sent_bytes)
+    if buffers is None:
+        return None
+    return PeerReducer(buffers, all_reduce, all_gather, PeerCopies(device) if is_sent else None)
 
 
 def open_buffers(
@@ -103,14 +172,17 @@ def open_buffers(
     exchange: Exchange,
     max_bytes: int = MAX_PUSHED_BYTES,
     *,
+    sent_bytes: int = 0,
     spin_limit: int = NO_LIMIT,
     paired_bytes: int = PAIRED_BYTES,
 ) -> PeerBuffers | None:
     """Allocate this rank's buffer on the current device, and map the others'. None on every rank if one cannot.
 
+    max_bytes, sent_bytes  see `buffer_shapes`
+
     The memory is that of the process: no engine frees it.
     """
-    shapes = buffer_shapes(size, max_bytes, paired_bytes)
+    shapes = buffer_shapes(size, max_bytes, paired_bytes, sent_bytes)
     mine, handle, problem = _Memory(sum(map(math.prod, shapes))), NO_HANDLE, ""
     try:
         runtime = _runtime()

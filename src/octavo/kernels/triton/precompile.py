@@ -18,7 +18,6 @@ import os
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -32,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton.launch import dry_run
 
 logger = logging.getLogger("octavo")
 
@@ -109,26 +110,25 @@ def list_kernels(*passes: ForwardPass) -> list[str]:
     """
     target = triton.runtime.driver.active.get_current_target()
     lines: dict[str, None] = {}
-    this_thread = threading.get_ident()
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        if threading.get_ident() != this_thread:
+        if not dry_run.is_on:
             return False
         kernel = [fn.module, fn.name, compile["specialization_data"], target.backend, target.arch, target.warp_size]
         lines[json.dumps(kernel)] = None
         return True  # do not compile it now
 
-    def dry_run(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **kwargs)
+    def run_dry(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=warmup or dry_run.is_on, **kwargs)
 
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook, JITFunction.run = record, dry_run
+    knobs.runtime.jit_cache_hook, JITFunction.run, dry_run.is_on = record, run_dry, True
     try:
         with _Zeros():  # type: ignore[no-untyped-call]
             for forward_pass in passes:
                 forward_pass()
     finally:
-        JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
+        JITFunction.run, knobs.runtime.jit_cache_hook, dry_run.is_on = run, hook, False
     return list(lines)
 
 

@@ -51,6 +51,7 @@ PAIRED_BYTES = 1 << 20
 """Longer messages are sent in blocks: measured on two H200s (benchmarks/kernels/bench_reduce.py)."""
 EPILOGUE_BYTES = 1 << 20
 """Products with longer results sum them in a kernel of their own."""
+SEND_SLOTS = 4
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many, of four warps: all programs of a launch are resident, except those that have whole rows."""
 WARPS_PER_BLOCK = 8
@@ -106,6 +107,25 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Sends:
+    """Slots of messages that copy engines send, see `sent_sums`.
+
+    mine      [SEND_SLOTS, FLAG_BYTES + capacity] int8, this rank's: of each a flag of 4 bytes, then data
+    peer      address of the other rank's
+    counters  [SEND_SLOTS, 2] int32: the next use of the slot, from 1 on, and programs that have done it
+    """
+
+    mine: Tensor
+    peer: int
+    counters: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a message; 0: there are no slots."""
+        return max(0, self.mine.shape[1] - FLAG_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
 class PeerBuffers:
     """The buffers of all ranks, as one rank sees them, and the state of its own.
 
@@ -121,6 +141,7 @@ class PeerBuffers:
     pairs: Slots
     blocks: Slots
     words: Words
+    sends: Sends
     status: Tensor
     stop: Tensor
     spin_limit: int = NO_LIMIT
@@ -141,11 +162,17 @@ class PeerBuffers:
         return next((way for way in ways if way.fits(num_rows, row_bytes)), None)
 
 
-def buffer_shapes(size: int, max_bytes: int, paired_bytes: int = PAIRED_BYTES) -> tuple[tuple[int, ...], ...]:
-    """Of the pairs, the blocks and the words of a rank's buffer, in int64, for messages of at most max_bytes."""
+def buffer_shapes(
+    size: int, max_bytes: int, paired_bytes: int = PAIRED_BYTES, sent_bytes: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Of the pairs, blocks, words and sends of a rank's buffer, in int64.
+
+    max_bytes, sent_bytes  of the longest messages that are pushed, and that copy engines send; 0: none is sent
+    """
     pairs = 2, size, cdiv(min(max_bytes, paired_bytes), SLOT_WORDS * WORD_BYTES), SLOT_WORDS
     blocks = 2, size, cdiv(max_bytes, BLOCK_BYTES), (FLAG_BYTES + BLOCK_BYTES) // 8
-    return pairs, blocks, (2, size, min(max_bytes, EPILOGUE_BYTES) // WORD_BYTES)
+    sends = SEND_SLOTS, (cdiv(sent_bytes, FLAG_BYTES) + 1) * FLAG_BYTES // 8 if sent_bytes else 0
+    return pairs, blocks, (2, size, min(max_bytes, EPILOGUE_BYTES) // WORD_BYTES), sends
 
 
 def split_buffer(
@@ -174,8 +201,10 @@ def split_buffer(
         for part, of_peers, size in zip(parts, peers, sizes, strict=False)
     )
     words = Words(parts[2], peers[2], zeros(2))
+    counters = torch.tensor([[1, 0]] * SEND_SLOTS, dtype=torch.int32, device=mine.device)
+    sends = Sends(parts[3].view(torch.int8), addresses[rank - 1] + 8 * (end - parts[3].numel()), counters)
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=mine.is_cuda)
-    return PeerBuffers(rank, len(addresses), pairs, blocks, words, zeros(1), stop, spin_limit, paired_bytes)
+    return PeerBuffers(rank, len(addresses), pairs, blocks, words, sends, zeros(1), stop, spin_limit, paired_bytes)
 
 
 def push_reduce(buffers: PeerBuffers, x: Tensor) -> Tensor:

@@ -49,16 +49,24 @@ class Communicator:
             text = f"rank {rank} could not reach the others within {CONNECT_TIMEOUT_S} s"
             raise EngineError(f"{text}: {' '.join(str(error).split())[:200]}") from error
         self._control._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-        self._is_host = device.type == "cpu"
+        self._device, self._is_host = device, device.type == "cpu"
         self._buffers: PeerBuffers | None = None
-        self.tensor_parallel = TensorParallel(rank, size, self.all_reduce, self.all_gather)
-        if not self._is_host:
-            from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers  # triton is not on every host
 
-            self._buffers = open_buffers(rank, size, device, self.exchange)
-            if self._buffers is not None:
-                peers = PeerReducer(self._buffers, self.all_reduce, self.all_gather)
-                self.tensor_parallel = TensorParallel(rank, size, peers.all_reduce, peers.all_gather, peers)
+    def tensor_parallel(self, max_num_tokens: int, row_bytes: int) -> TensorParallel:
+        """What a model sums with; called once.
+
+        max_num_tokens  of a pass    row_bytes  of a token in a layer's output
+        """
+        if not self._is_host:
+            from octavo.kernels.triton.peer_memory import make_reducer  # triton is not on every host
+
+            large = self.all_reduce, self.all_gather
+            longest = max_num_tokens, row_bytes
+            peers = make_reducer(self.rank, self.size, self._device, self.exchange, *large, longest)
+            if peers is not None:
+                self._buffers = peers.buffers
+                return TensorParallel(self.rank, self.size, peers.all_reduce, peers.all_gather, peers)
+        return TensorParallel(self.rank, self.size, self.all_reduce, self.all_gather)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Reuses x's memory."""
