@@ -22,6 +22,7 @@ from octavo.runner.ranks import rank_group
 from tests.engine.models import make_talking_checkpoint
 from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, generate
 from tests.gpu.test_engine import params
+from tests.models.test_tensor_parallel import CASES as CASES_OF_FOUR
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import reliability
 from tests.proof.tally import Tally, World
@@ -97,10 +98,24 @@ def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, on_cpu: 
             assert completions(outputs) == expected
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
+@pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "qwen3_next", "gemma4"])
+def test_tokens_of_four_ranks_equal_the_cpu_engines(case: str, tmp_path: Path) -> None:
+    """Two of them share a K/V head."""
+    kind, sizes = CASES_OF_FOUR[case]
+    sizes = ({} if kind == "gpt2" else {"intermediate_size": 40}) | sizes
+    directory = str(make_tiny_checkpoint(kind, tmp_path / kind, **sizes))
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
+    with LLM(directory, device="cpu", **OPTIONS) as llm:
+        expected = completions(llm.generate(prompts, params(), use_tqdm=False))
+    with LLM(directory, device="cuda", tensor_parallel_size=4, **OPTIONS) as llm:
+        assert completions(llm.generate(prompts, params(), use_tqdm=False)) == expected
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of 2,048 tokens, whose sums take 16 MiB, by a graph or not, and shorter ones."""
-    directory = str(make_tiny_checkpoint("llama", tmp_path / "llama", hidden_size=2048, max_position_embeddings=512))
+    directory = str(make_tiny_checkpoint("llama", tmp_path / "llama", hidden_size=2048, max_position_embeddings=1024))
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(150 + 25 * i)] for i in range(16)]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     options = OPTIONS | {"max_num_seqs": 16, "max_model_len": 600, "max_num_batched_tokens": 2048}
