@@ -114,8 +114,12 @@ def test_tokens_of_four_ranks_equal_the_cpu_engines(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of 2,048 tokens, whose sums take 16 MiB, by a graph or not, and shorter ones."""
-    directory = str(make_tiny_checkpoint("llama", tmp_path / "llama", hidden_size=2048, max_position_embeddings=1024))
+    """Passes of 2,048 tokens, whose sums take 64 MiB, by a graph or not, and shorter ones."""
+    directory = str(
+        make_tiny_checkpoint(
+            "llama", tmp_path / "llama", hidden_size=8192, intermediate_size=38, max_position_embeddings=1024
+        )
+    )
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(150 + 25 * i)] for i in range(16)]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     options = OPTIONS | {"max_num_seqs": 16, "max_model_len": 600, "max_num_batched_tokens": 2048}

@@ -57,15 +57,13 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "size"), [(2048, 0), (2049, 1152), (4096, 2048), (4100, 2176), (4352, 2176), (4353, 0)]
-)
+@pytest.mark.parametrize(("num_tokens", "size"), [(2047, 0), (2048, 1024), (2049, 1152), (4352, 2176), (4353, 0)])
 def test_long_batches_are_halved_in_tiles(num_tokens: int, size: int) -> None:
-    """If they are longer than messages that are pushed, and fit."""
-    buffers = Memory.allocate(2, 1 << 10, 0, 2176 * 4096).of_rank(0, 0, 3)
+    """If they are long enough, and a part fits a slot."""
+    buffers = Memory.allocate(2, 1 << 10, 0, 2176 * 16384).of_rank(0, 0, 3)
     reducer = PeerReducer(buffers, all_reduce, all_gather, HostCopies(0))
-    assert reducer.part_size(num_tokens, 4096) == size
-    assert replace(reducer, engine=None).part_size(num_tokens, 4096) == 0
+    assert reducer.part_size(num_tokens, 16384) == size
+    assert replace(reducer, engine=None).part_size(num_tokens, 16384) == 0
 
 
 def start_gloo(rank: int, folder: Path) -> None:
@@ -102,7 +100,7 @@ def run_model(rank: int, memory: Memory, folder: Path, sends: bool) -> None:
     peers, chunks = PeerReducer(buffers, all_reduce, all_gather), CHUNKS
     if sends:
         peer_memory.PART_TOKENS = 4
-        peers, chunks = replace(peers, engine=HostCopies(rank), pushed_bytes=0), CHUNKS[1:]
+        peers, chunks = replace(peers, engine=HostCopies(rank), min_sent_bytes=0), CHUNKS[1:]
     model = load_tiny(folder / "model", ops, tp=TensorParallel(rank, 2, peers.all_reduce, peers.all_gather, peers))
     results = [PagedRun(model, PROMPTS, block_size=16, tp_size=2).run(chunk) for chunk in chunks]
     assert not buffers.status.item()

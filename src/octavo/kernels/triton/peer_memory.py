@@ -34,6 +34,9 @@ from octavo.kernels.triton.sent_sums import CopiedSum, CopyEngine
 logger = logging.getLogger("octavo")
 MAX_PUSHED_BYTES = 8 << 20
 """Larger messages take NCCL; benchmarks/kernels/bench_reduce.py measures where it is faster."""
+MIN_SENT_BYTES = 32 << 20
+"""A batch whose sums are shorter is not computed in parts: its launches, one by one, would take the host longer than
+the GPU takes for them."""
 PART_TOKENS = 128
 """The first of two parts of a batch has a multiple: a tile of products."""
 HANDLE_BYTES = 64
@@ -49,17 +52,17 @@ Exchange = Callable[[bytes], list[bytes]]
 class PeerReducer:
     """Up to some MiB are pushed through peer memory, see `reduce`; the others take NCCL. CUDA graphs capture both.
 
-    Of two ranks, sums of layers longer than `pushed_bytes` are sent in parts by copy engines, see `sent_sums`.
+    Of two ranks, a layer's sums of at least `min_sent_bytes` are sent in parts by copy engines, see `sent_sums`.
 
     all_reduce_large, all_gather_large  NCCL's
-    engine  None: there is none
+    engine  None: nothing is sent in parts
     """
 
     buffers: PeerBuffers
     all_reduce_large: Callable[[Tensor], Tensor]
     all_gather_large: Callable[[Tensor], Tensor]
     engine: CopyEngine | None = None
-    pushed_bytes: int = MAX_PUSHED_BYTES
+    min_sent_bytes: int = MIN_SENT_BYTES
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x's memory if that is contiguous: the same bits on all ranks."""
@@ -98,7 +101,7 @@ class PeerReducer:
     def part_size(self, num_tokens: int, row_bytes: int) -> int:
         """See `RankSums.part_size`."""
         size = _first_part(num_tokens)
-        is_sent = self.engine is not None and size < num_tokens and num_tokens * row_bytes > self.pushed_bytes
+        is_sent = self.engine is not None and size < num_tokens and num_tokens * row_bytes >= self.min_sent_bytes
         return size if is_sent and size * row_bytes <= self.buffers.sends.capacity else 0
 
     def send(self, partial: Tensor, slot: int) -> CopiedSum:
@@ -157,7 +160,7 @@ def make_reducer(
 
     all_reduce, all_gather  NCCL's    output  tokens of the longest pass, and bytes of a token in a layer's output
     """
-    is_sent = size == 2 and math.prod(output) > MAX_PUSHED_BYTES
+    is_sent = size == 2 and math.prod(output) >= MIN_SENT_BYTES
     sent_bytes = _first_part(output[0]) * output[1] if is_sent else 0
     buffers = open_buffers(rank, size, device, exchange, sent_bytes=sent_bytes)
     if buffers is None:
