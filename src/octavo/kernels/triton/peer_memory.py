@@ -35,8 +35,8 @@ logger = logging.getLogger("octavo")
 MAX_PUSHED_BYTES = 8 << 20
 """Larger messages take NCCL; benchmarks/kernels/bench_reduce.py measures where it is faster."""
 MIN_SENT_BYTES = 32 << 20
-"""A batch whose sums are shorter is not computed in parts: its launches, one by one, would take the host longer than
-the GPU takes for them."""
+"""A batch whose sums are shorter is not computed in parts: launched one by one, so many kernels may keep the host
+busier than the GPU."""
 PART_TOKENS = 128
 """The first of two parts of a batch has a multiple: a tile of products."""
 HANDLE_BYTES = 64
