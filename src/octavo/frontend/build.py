@@ -195,7 +195,7 @@ def _build_rank(
     with contextlib.nullcontext() if ranks is None else ranks.start_errors():
         if ranks is not None:
             resolved = replace(resolved, ranks=ranks.connect(resolved.platform.device))
-        with resolved.platform.precompiler(resolved.kernel_key) as precompile:
+        with resolved.platform.precompiler(resolved.kernel_key, resolved.ranks) as precompile:
             if resolved.platform.is_host:
                 loaded = _plan_and_load(resolved, timer)
             else:

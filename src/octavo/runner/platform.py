@@ -34,6 +34,7 @@ from octavo.runner.streams import CompletedEvent, CudaStream, CudaTimer, HostTim
 
 if TYPE_CHECKING:
     from octavo.runner.memory.profile import GPUMemoryProfile, Precompile
+    from octavo.runner.ranks.communicator import Communicator
 
 logger = logging.getLogger("octavo")
 
@@ -70,7 +71,7 @@ class Platform:
         """Turns device errors into one line while an engine starts; see `memory.diagnostics.startup_errors`."""
         return nullcontext()
 
-    def precompiler(self, key: str) -> AbstractContextManager[Precompile | None]:
+    def precompiler(self, key: str, ranks: Communicator | None) -> AbstractContextManager[Precompile | None]:
         """Compiles kernels in parallel while files are read; the function lists the kernels of passes.
 
         key   everything that selects kernels, besides the code, the libraries and the device
@@ -246,10 +247,10 @@ class CudaPlatform(Platform):
         return diagnostics.startup_errors(self.device, doing, remedy)
 
     @contextmanager
-    def precompiler(self, key: str) -> Iterator[Precompile | None]:
+    def precompiler(self, key: str, ranks: Communicator | None) -> Iterator[Precompile | None]:
         from octavo.kernels.triton.precompile import Precompiler
 
-        with Precompiler(key, self.device) as precompiler:
+        with Precompiler(key, self.device, ranks) as precompiler:
             yield precompiler.precompile
 
     def check_weights(self, weight_bytes: int, args: EngineArgs) -> None:

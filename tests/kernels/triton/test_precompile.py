@@ -124,6 +124,38 @@ def test_kernels_of_a_key_are_precompiled_once(tmp_path: Path, monkeypatch: pyte
     assert calls[3:] == [[], ["closed"]]
 
 
+@pytest.mark.parametrize("others_are_done", [True, False])
+def test_ranks_compile_a_part_of_the_kernels_each(others_are_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that fails is waited for, too. The marker of one rank alone, which another engine left, is not enough."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: range(9))
+    compiled: list[str] = []
+    pools: list[int] = []
+
+    def make_pool(num: int) -> SimpleNamespace:
+        pools.append(num)
+        return SimpleNamespace(compile=compiled.extend, close=lambda: None)
+
+    monkeypatch.setattr(precompile, "CompilerPool", make_pool)
+    lines = precompile.list_kernels(forward_pass)
+    for rank in range(2):
+        said: list[int] = []
+
+        def least(number: int, said: list[int] = said) -> int:
+            said.append(number)
+            return min(number, others_are_done)
+
+        ranks = SimpleNamespace(rank=rank, size=2, least=least)
+        with precompile.Precompiler("a model", torch.device("cuda"), ranks) as precompiler:
+            precompiler.precompile(forward_pass)
+            precompiler.precompile(lambda: [][0])
+        is_marked = rank > 0  # by the first rank of this test
+        compiles = not (is_marked and others_are_done)
+        assert said == [is_marked] + [0, 0] * compiles
+    assert pools == ([5] if others_are_done else [5, 5])
+    assert set(compiled) <= set(lines) if others_are_done else sorted(compiled) == sorted(lines)
+
+
 def test_copies_of_a_dry_run_are_not_done() -> None:
     """A flag that a copy sets would tell of data that no kernel has written."""
     copies, ends = object.__new__(PeerCopies), []  # its stream needs a GPU

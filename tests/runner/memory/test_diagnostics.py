@@ -163,7 +163,7 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
         def __init__(self, _: str) -> None:
             self.device, self.ops = CUDA, cpu
 
-        def precompiler(self, key: str) -> AbstractContextManager[None]:
+        def precompiler(self, key: str, ranks: None) -> AbstractContextManager[None]:
             return nullcontext()
 
     def fake_runner(model: Any, kv: Any, host_kv: Any, platform: Any, **_: Any) -> Any:

@@ -18,12 +18,13 @@ import os
 import queue
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -32,6 +33,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from octavo.integers import cdiv
 from octavo.kernels.triton.launch import dry_run
 
 logger = logging.getLogger("octavo")
@@ -44,19 +46,34 @@ _ATEN = torch.ops.aten
 UNINITIALISED = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
+class Ranks(Protocol):
+    """This process among those that run the same passes."""
+
+    rank: int
+    size: int
+
+    def least(self, number: int) -> int:
+        """The least number of all ranks. No rank returns before all have called."""
+        ...
+
+
 class Precompiler:
     """Compiles the kernels of forward passes, unless this was done before for the same key.
 
     `key` stands for everything that selects kernels besides the code, the libraries and the device. Use it as a context
     manager: a clean exit leaves a marker file, so that the next start with this key compiles nothing.
+
+    ranks  Ranks compile a part of the kernels each. All or none do: passes are collective. None: there is one
     """
 
-    def __init__(self, key: str, device: torch.device) -> None:
+    def __init__(self, key: str, device: torch.device, ranks: Ranks | None = None) -> None:
         parts = [key, _source_digest(), torch.__version__, triton.__version__, torch.cuda.get_device_name(device)]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-        self._marker = Path(knobs.cache.dir) / f"octavo-{digest}"
-        num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._compilers = None if self._marker.exists() else CompilerPool(num_processes)
+        self._marker, self._ranks = Path(knobs.cache.dir) / f"octavo-{digest}", ranks
+        num_processes, is_done = min(MAX_PROCESSES, len(os.sched_getaffinity(0))), self._marker.exists()
+        if ranks is not None:
+            num_processes, is_done = cdiv(num_processes, ranks.size), bool(ranks.least(is_done))
+        self._compilers = None if is_done else CompilerPool(num_processes)
 
     def precompile(self, *passes: ForwardPass) -> None:
         """Run the passes without launching any kernel, and compile the kernels that they would launch.
@@ -66,9 +83,15 @@ class Precompiler:
         if self._compilers is None:
             return
         try:
-            self._compilers.compile(list_kernels(*passes))
+            self._compilers.compile([*filter(self._is_mine, list_kernels(*passes))])
         except Exception as error:  # an error of the passes themselves is raised again by the real run
             logger.debug("kernels are not precompiled: %s", error)
+        if self._ranks is not None:
+            self._ranks.least(0)  # the others' kernels are compiled, too
+
+    def _is_mine(self, line: str) -> bool:
+        """The same rank's on all ranks. What it does not launch itself is compiled when another launches it."""
+        return self._ranks is None or zlib.crc32(line.encode()) % self._ranks.size == self._ranks.rank
 
     def __enter__(self) -> Precompiler:
         return self
