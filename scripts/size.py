@@ -22,17 +22,17 @@ BUDGETS: dict[str, int] = {
     "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2810,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 790,
     # of them harmony and calls in XML 310, Gemma 4 200 and markers that are special tokens 50
-    "kernels": 12924,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    "kernels": 12929,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits; recurrent layers 832; batch
     # invariance 185; experts in groups on a GPU 170; races over slices 95, filters by
     # candidates of slices 55; steps in one native call 70; Hopper's stream of quantised weights 400, with Q, K and V
     # written 250, tiles of many tokens 430, of float8 310, norms in float8 60, K and V by pairs; sums over ranks in
-    # products 130 and with whole norms 85
-    "models": 5339,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
+    # products 130, with whole norms 85, and sent by copy engines 165
+    "models": 5342,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290; llama.cpp's
     # files of hybrids 120, columns in another order 35, layers that keep 8 bits 25; Gemma 4 (K/V
-    # heads of two sizes, experts beside the MLP) 375
+    # heads of two sizes, experts beside the MLP) 375; passes in two parts 50
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 4240,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs

@@ -101,7 +101,7 @@ def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, on_cpu: 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
 @pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "qwen3_next", "gemma4"])
 def test_tokens_of_four_ranks_equal_the_cpu_engines(case: str, tmp_path: Path) -> None:
-    """Two of them share a K/V head."""
+    """Some of them share K/V heads."""
     kind, sizes = CASES_OF_FOUR[case]
     sizes = ({} if kind == "gpt2" else {"intermediate_size": 40}) | sizes
     directory = str(make_tiny_checkpoint(kind, tmp_path / kind, **sizes))
@@ -135,8 +135,9 @@ def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monke
 
     monkeypatch.setattr(CopiedSum, "send", count)
     with LLM(directory, device="cuda", tensor_parallel_size=2, enforce_eager=eager, **options) as llm:
+        sent.clear()
         assert completions(llm.generate(prompts, greedy, use_tqdm=False)) == expected
-    assert sent
+    assert sent  # also beside graphs: the last pass is shorter
 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGKILL, DEATH), (signal.SIGSTOP, HANG)], ids=["kill", "stop"])

@@ -63,6 +63,7 @@ class Ranks:
 
     def __init__(self, size: int, *, fuses_sums: bool = False, sends: bool = False) -> None:
         self.fuses_sums, self.sends = fuses_sums, sends
+        self.sums: list[ThreadSums] = []
         self.parts: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=120)
 
@@ -77,12 +78,14 @@ class Ranks:
         def all_reduce(part: Tensor) -> Tensor:
             return torch.stack(exchange(part)).sum(0)
 
+        sums = ThreadSums(all_reduce, sends=self.sends)
+        self.sums.append(sums)
         return TensorParallel(
             rank,
             len(self.parts),
             all_reduce,
             all_gather=lambda part: torch.cat(exchange(part), dim=1),
-            sums=ThreadSums(all_reduce, sends=self.sends) if self.fuses_sums else None,
+            sums=sums if self.fuses_sums else None,
         )
 
     def run(self, run: Callable[[TensorParallel], T]) -> list[T]:

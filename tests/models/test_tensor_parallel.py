@@ -102,7 +102,10 @@ def run_ranks(
     def run(tp: TensorParallel) -> list[Tensor]:
         return PagedRun(load_tiny(path, tp=tp, **options), PROMPTS, block_size=8, tp_size=size).run(chunk)
 
-    return Ranks(size, fuses_sums=fuses_sums, sends=sends).run(run)
+    ranks = Ranks(size, fuses_sums=fuses_sums, sends=sends)
+    results = ranks.run(run)
+    assert all((sums.num_sent > 0) == (sends and read_spec(path).has_norms_before_only) for sums in ranks.sums)
+    return results
 
 
 @pytest.mark.parametrize("size", [2, 4])

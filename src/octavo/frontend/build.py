@@ -322,8 +322,8 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     method = find_linear_method(args.quantization, platform.name, batch_invariant=args.batch_invariant)
     tp = SINGLE_RANK
     if resolved.ranks is not None:
-        row_bytes = resolved.spec.hidden_size * getattr(torch, resolved.dtype).itemsize
-        tp = resolved.ranks.tensor_parallel(args.max_num_batched_tokens or 1, row_bytes)
+        num_tokens = (args.max_num_batched_tokens or 1) * resolved.spec.has_norms_before_only
+        tp = resolved.ranks.make_tensor_parallel(num_tokens, resolved.spec.hidden_size * ITEMSIZE[resolved.dtype])
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
         read: Callable[..., Model] = partial(load_model, each.checkpoint)

@@ -81,19 +81,20 @@ class DecoderLayer:
 
         While a part's sums are on their way between the ranks, products of the other part run.
         """
-        sums, (first, second) = self.tp.sums, residual
+        sums = self.tp.sums
         assert sums is not None and self.mlp_norm is not None and following.attention_norm is not None
-        mixed = torch.split(self.attention.mix(projected, batch, kv_layer, cos_sin), [len(first), len(second)])
-        attended = [sums.send(self.attention.out(part), slot) for slot, part in enumerate(mixed)]
-        outputs, parts, totals = [], [], []
+        mixed = self.attention.mix(projected, batch, kv_layer, cos_sin)
+        parts = torch.split(mixed, [len(part) for part in residual])
+        attended = [sums.send(self.attention.out(part), slot) for slot, part in enumerate(parts)]
+        outputs, projections, totals = [], [], []
         for slot, (x, before) in enumerate(zip(attended, residual, strict=True), start=len(attended)):
             normed, total = x.add_rms_norm(before, self.mlp_norm, self.eps)
             outputs.append((sums.send(self.mlp(normed), slot), total))
         for x, before in outputs:
             normed, total = x.add_rms_norm(before, following.attention_norm, self.eps)
-            parts.append(following.attention.qkv(normed))
+            projections.append(following.attention.qkv(normed))
             totals.append(total)
-        return torch.cat(parts), totals
+        return torch.cat(projections), totals
 
     def _transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The addition, the norm and the MLP -> (the MLP's output, the sum)."""

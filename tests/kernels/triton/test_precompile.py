@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -124,36 +124,52 @@ def test_kernels_of_a_key_are_precompiled_once(tmp_path: Path, monkeypatch: pyte
     assert calls[3:] == [[], ["closed"]]
 
 
-@pytest.mark.parametrize("others_are_done", [True, False])
-def test_ranks_compile_a_part_of_the_kernels_each(others_are_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that fails is waited for, too. The marker of one rank alone, which another engine left, is not enough."""
+class FakeRank(NamedTuple):
+    """One of two ranks; `others`: the least numbers of the other one, in turn."""
+
+    rank: int
+    others: list[int]
+    size: int = 2
+
+    def least(self, number: int) -> int:
+        return min(number, self.others.pop(0))
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Of each pool of compilers its number of processes, and what it compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: range(9))
-    compiled: list[str] = []
-    pools: list[int] = []
+    made: list[tuple[int, list[str]]] = []
 
     def make_pool(num: int) -> SimpleNamespace:
-        pools.append(num)
-        return SimpleNamespace(compile=compiled.extend, close=lambda: None)
+        made.append((num, []))
+        return SimpleNamespace(compile=made[-1][1].extend, close=lambda: None)
 
     monkeypatch.setattr(precompile, "CompilerPool", make_pool)
+    return made
+
+
+def test_ranks_compile_a_part_of_the_kernels_each(pools: list[tuple[int, list[str]]]) -> None:
+    """Also where one has a marker, which another engine left, and the other has none."""
     lines = precompile.list_kernels(forward_pass)
     for rank in range(2):
-        said: list[int] = []
-
-        def least(number: int, said: list[int] = said) -> int:
-            said.append(number)
-            return min(number, others_are_done)
-
-        ranks = SimpleNamespace(rank=rank, size=2, least=least)
-        with precompile.Precompiler("a model", torch.device("cuda"), ranks) as precompiler:
+        with precompile.Precompiler("a model", torch.device("cuda"), FakeRank(rank, [False, True])) as precompiler:
             precompiler.precompile(forward_pass)
-            precompiler.precompile(lambda: [][0])
-        is_marked = rank > 0  # by the first rank of this test
-        compiles = not (is_marked and others_are_done)
-        assert said == [is_marked] + [0, 0] * compiles
-    assert pools == ([5] if others_are_done else [5, 5])
-    assert set(compiled) <= set(lines) if others_are_done else sorted(compiled) == sorted(lines)
+    assert [num for num, _ in pools] == [5, 5]
+    assert sorted(pools[0][1] + pools[1][1]) == sorted(lines)
+    with precompile.Precompiler("a model", torch.device("cuda"), FakeRank(0, [True])) as precompiler:
+        precompiler.precompile(lambda: pytest.fail("all ranks have a marker"))
+
+
+def test_ranks_whose_passes_have_parted_go_no_further(pools: list[tuple[int, list[str]]]) -> None:
+    """A pass that fails on all ranks is ignored here: the real run raises."""
+    device = torch.device("cuda")
+    first = precompile.Precompiler("a model", device, FakeRank(0, [False, False]))
+    with pytest.raises(RuntimeError, match="another rank failed"):
+        first.precompile(forward_pass)
+    with precompile.Precompiler("a model", torch.device("cuda"), FakeRank(0, [False, False])) as precompiler:
+        precompiler.precompile(lambda: [][0])
 
 
 def test_copies_of_a_dry_run_are_not_done() -> None:

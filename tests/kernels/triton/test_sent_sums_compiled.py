@@ -10,7 +10,7 @@ from tests.kernels.triton.launches import sent_sums
 def test_data_is_read_after_all_threads_have_met_behind_the_flag() -> None:
     """And nothing before the preceding kernel has ended."""
     lines = list_launches(9, 0, sent_sums)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         kernel = compile_kernel(line)
         ptx = kernel.asm["ptx"]

@@ -36,7 +36,7 @@ MAX_PUSHED_BYTES = 8 << 20
 """Larger messages take NCCL; benchmarks/kernels/bench_reduce.py measures where it is faster."""
 MIN_SENT_BYTES = 32 << 20
 """A batch whose sums are shorter is not computed in parts: launched one by one, so many kernels may keep the host
-busier than the GPU."""
+busier than the GPU. Graphs of shorter passes may gain, too."""
 PART_TOKENS = 128
 """The first of two parts of a batch has a multiple: a tile of products."""
 HANDLE_BYTES = 64
@@ -154,14 +154,15 @@ def make_reducer(
     exchange: Exchange,
     all_reduce: Callable[[Tensor], Tensor],
     all_gather: Callable[[Tensor], Tensor],
-    output: tuple[int, int],
+    max_num_tokens: int,
+    row_bytes: int,
 ) -> PeerReducer | None:
     """A rank's sums; None on every rank if one has no peer memory.
 
-    all_reduce, all_gather  NCCL's    output  tokens of the longest pass, and bytes of a token in a layer's output
+    all_reduce, all_gather  NCCL's    max_num_tokens, row_bytes  see `Communicator.make_tensor_parallel`
     """
-    is_sent = size == 2 and math.prod(output) >= MIN_SENT_BYTES
-    sent_bytes = _first_part(output[0]) * output[1] if is_sent else 0
+    is_sent = size == 2 and max_num_tokens * row_bytes >= MIN_SENT_BYTES
+    sent_bytes = _first_part(max_num_tokens) * row_bytes if is_sent else 0
     buffers = open_buffers(rank, size, device, exchange, sent_bytes=sent_bytes)
     if buffers is None:
         return None

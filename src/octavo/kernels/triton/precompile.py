@@ -82,12 +82,16 @@ class Precompiler:
         """
         if self._compilers is None:
             return
+        passed = False
         try:
-            self._compilers.compile([*filter(self._is_mine, list_kernels(*passes))])
+            lines = list_kernels(*passes)
+            passed = True
+            self._compilers.compile([*filter(self._is_mine, lines)])
         except Exception as error:  # an error of the passes themselves is raised again by the real run
             logger.debug("kernels are not precompiled: %s", error)
-        if self._ranks is not None:
-            self._ranks.least(0)  # the others' kernels are compiled, too
+        # Then the others' kernels are compiled, too. Where one's passes have failed, collectives no longer match.
+        if self._ranks is not None and self._ranks.least(passed) < passed:
+            raise RuntimeError("another rank failed in its longest passes")
 
     def _is_mine(self, line: str) -> bool:
         """The same rank's on all ranks. What it does not launch itself is compiled when another launches it."""

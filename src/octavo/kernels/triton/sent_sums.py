@@ -10,6 +10,7 @@ rank's message, and adds, normalises and stores.
   graph's replay is one more use.
 * Slots are used by turns, see `RankSums.send`, also from one pass to the next. So before a rank sends into a slot
   again, it has received a message that the other rank sent after it had read the slot: that of two slots earlier.
+* A pass that fails halfway leaves flags behind. The group ends then.
 * Two ranks' sum is the same in either order, so both have the same bits.
 * The kernel gives up as those of `reduce` do.
 """
@@ -29,7 +30,7 @@ from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
 from octavo.kernels.triton.norms import weigh
 from octavo.kernels.triton.reduce import FLAG_BYTES, PeerBuffers, count_read
 
-NUM_WARPS = 8
+COLUMNS_OF_WARP = 1024
 
 
 class CopyEngine(Protocol):
@@ -72,15 +73,16 @@ class CopiedSum:
         buffers, x = self.buffers, self.partial
         slot = buffers.sends.mine[self.slot]
         total, normed = torch.empty_like(x), torch.empty_like(x)
+        columns = triton.next_power_of_2(x.shape[1])
         _add_sent[(len(x),)](
             *(x, residual.contiguous(), norm, total, normed),
             slot[FLAG_BYTES:].view(x.dtype),
             slot[:FLAG_BYTES].view(torch.int32),
             buffers.sends.counters[self.slot],
             *(buffers.status, buffers.stop, x.shape[1], buffers.spin_limit, eps),
-            PADDED_SIZE=triton.next_power_of_2(x.shape[1]),
+            PADDED_SIZE=columns,
             LOOK_READS=buffers.look_reads,
-            num_warps=NUM_WARPS,
+            num_warps=min(max(columns // COLUMNS_OF_WARP, 8), 16),
             **pdl_options(x.device),
         )
         return normed, total

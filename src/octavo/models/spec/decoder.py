@@ -133,7 +133,6 @@ class DecoderSpec(ModelSpec):
 
     @property
     def has_norms_before_only(self) -> bool:
-        """True if a layer has norms before attention and MLP, and none after them."""
         return {"attention", "mlp", "after_attention", "after_mlp"} & set(self.norms) == {"attention", "mlp"}
 
     @property

@@ -85,6 +85,11 @@ class ModelSpec:
         raise NotImplementedError
 
     @property
+    def has_norms_before_only(self) -> bool:
+        """True if a layer has RMS norms before attention and MLP, and none after them."""
+        return False
+
+    @property
     def layer_kinds(self) -> Sequence[LayerKind]:
         """The layers, by their tensors."""
         return (LayerKind(self.num_layers, self.linears, self.norms),)

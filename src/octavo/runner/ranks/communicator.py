@@ -52,17 +52,16 @@ class Communicator:
         self._device, self._is_host = device, device.type == "cpu"
         self._buffers: PeerBuffers | None = None
 
-    def tensor_parallel(self, max_num_tokens: int, row_bytes: int) -> TensorParallel:
+    def make_tensor_parallel(self, max_num_tokens: int, row_bytes: int) -> TensorParallel:
         """What a model sums with; called once.
 
-        max_num_tokens  of a pass    row_bytes  of a token in a layer's output
+        max_num_tokens  of a pass that may be computed in parts; 0: none is    row_bytes  of a token in a layer's output
         """
         if not self._is_host:
             from octavo.kernels.triton.peer_memory import make_reducer  # triton is not on every host
 
-            large = self.all_reduce, self.all_gather
-            longest = max_num_tokens, row_bytes
-            peers = make_reducer(self.rank, self.size, self._device, self.exchange, *large, longest)
+            group = self.rank, self.size, self._device, self.exchange, self.all_reduce, self.all_gather
+            peers = make_reducer(*group, max_num_tokens, row_bytes)
             if peers is not None:
                 self._buffers = peers.buffers
                 return TensorParallel(self.rank, self.size, peers.all_reduce, peers.all_gather, peers)
