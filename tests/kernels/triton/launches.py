@@ -301,7 +301,7 @@ def winners_of_slices() -> None:
 def sent_sums() -> None:
     shapes = reduce.buffer_shapes(2, 1 << 16, sent_bytes=1 << 23)
     buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
-    for width, dtype in ((4096, BF16), (5120, F16), (1030, F32), (12288, BF16)):
+    for width, dtype in ((4096, BF16), (5120, F16), (1536, F32), (12288, BF16)):
         x, norm = torch.empty(300, width, dtype=dtype), torch.empty(width, dtype=dtype)
         sent = CopiedSum(buffers, HostCopies(0), x, 1, threading.Event())
         sent.end.set()
