@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class ThreadSum(NamedTuple):
-    """`ops.SentSum`, summed by whoever asks for it; on_way: slots of messages that are"""
+    """`ops.SentSum`. The sum is computed when its norm is asked for.
+
+    on_way  slots of messages that were sent and not yet summed
+    """
 
     sums: ThreadSums
     partial: Tensor

@@ -45,7 +45,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The server must know by itself that <turn|> and <|tool_response> end an output: no file of the model says so."""
+    """<turn|> and <|tool_response> end an output. No file of the model says so, so the server must know it."""
     specials = ("<pad>", "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>")
     specials += ("<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>", "<|think|>", "<|tool>", "<tool|>")
     return str(make_byte_checkpoint(tmp_path_factory.mktemp("gemma"), specials, max_position_embeddings=2048))
