@@ -19,7 +19,7 @@ BUDGETS: dict[str, int] = {
     "core": 3420,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 723,  # finding a model's files, reading headers, the tables of keys
     "engine": 2742,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
-    "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
+    "frontend": 2507,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2810,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 790,
     # of them harmony and calls in XML 310, Gemma 4 200 and markers that are special tokens 50
     "kernels": 12929,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
@@ -34,7 +34,7 @@ BUDGETS: dict[str, int] = {
     # files of hybrids 120, columns in another order 35, layers that keep 8 bits 25; Gemma 4 (K/V
     # heads of two sizes, experts beside the MLP) 375; passes in two parts 50
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4240,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4266,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
     "serve": 5020,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants; harmony 40,
     # Gemma 4 10

@@ -467,6 +467,24 @@ def test_ranks_end_with_rank_0(model: str, how: str) -> None:
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
+def test_a_rank_that_is_closed_has_not_failed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It mostly exits before rank 0, which has more to free."""
+    llm = LLM(model, **OPTIONS, tensor_parallel_size=2)
+    generate(llm)
+    executor: Any = llm.engine.executor
+    group, (child,) = executor.group, executor.group._children
+    close = executor.local.close
+
+    def close_late() -> None:
+        assert child.process.wait(10) == 0
+        time.sleep(2 * rank_group.WATCH_S)
+        close()
+
+    monkeypatch.setattr(executor.local, "close", close_late)
+    llm.close()
+    assert group.failure == ""
+
+
 def test_a_corrupt_swapped_block_of_a_rank_ends_the_group(model: str, tmp_path: Path) -> None:
     """Rank 0 must not return tokens that were computed with it."""
     code = (

@@ -18,6 +18,7 @@ if torch.cuda.device_count() < 2:
 from octavo import LLM, SamplingParams
 from octavo.errors import DeviceLostError, ParameterError
 from octavo.kernels.triton.sent_sums import CopiedSum
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.ranks import rank_group
 from tests.engine.models import make_talking_checkpoint
 from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, generate
@@ -126,6 +127,7 @@ def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monke
     options |= {"num_gpu_blocks_override": 1000}
     with LLM(directory, device="cpu", **options) as llm:
         expected = completions(llm.generate(prompts, greedy, use_tqdm=False))
+    kept: list[ModelRunner] = []  # NCCL waits for graphs with its kernels: `close` must free them
     sent: list[int] = []
     send = CopiedSum.send
 
@@ -135,6 +137,7 @@ def test_long_passes_send_their_sums_in_parts(eager: bool, tmp_path: Path, monke
 
     monkeypatch.setattr(CopiedSum, "send", count)
     with LLM(directory, device="cuda", tensor_parallel_size=2, enforce_eager=eager, **options) as llm:
+        kept.append(llm.engine.executor.runner)  # type: ignore[attr-defined]
         sent.clear()
         assert completions(llm.generate(prompts, greedy, use_tqdm=False)) == expected
     assert sent  # also beside graphs: the last pass is shorter

@@ -49,6 +49,9 @@ class FakeGraphs:
         self.num_replays += 1
         return self.work[name]()
 
+    def release(self) -> None:
+        self.work.clear()
+
 
 class StubPlatform(Platform):
     name = "stub"

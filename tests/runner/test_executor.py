@@ -74,6 +74,9 @@ class FakeRunner:
         output = self.output_buffers.new_output(len(plan.rows))
         return FakeStep(self, plan, output)
 
+    def close(self) -> None:
+        pass
+
     def work(self, plan: StepPlan, output: StepOutput) -> Iterator[None]:
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):

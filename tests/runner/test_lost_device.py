@@ -25,7 +25,7 @@ from octavo.runner.platform import CudaPlatform
 from octavo.runner.step import Step
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.lose_device import MESSAGES, PARAMS, PROMPTS, check_engine_process, check_process
-from tests.runner.stub_platform import StubPlatform, use_stub_platform
+from tests.runner.stub_platform import FakeGraphs, StubPlatform, use_stub_platform
 
 CAUSE = f"{MESSAGES['fake']}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
 OPTIONS: dict[str, Any] = {
@@ -143,6 +143,16 @@ def test_the_runner_of_a_lost_device_is_never_freed(lost: bool) -> None:
     executor.close()
     gc.collect()
     assert (runner() is not None) == lost
+
+
+def test_graphs_are_freed_with_the_executor() -> None:
+    """NCCL waits for graphs with its kernels, and others may still refer to the runner: the frames of an exception."""
+    executor = make_executor()
+    runner = executor.runner
+    runner.passes.graphs.captured = graphs = FakeGraphs(runner.input_buffers.step_counter)
+    graphs.work["a pass"] = lambda: None
+    executor.close()
+    assert not graphs.work
 
 
 # -- fronts ------------------------------------------------------------------------------------------------------------

@@ -137,6 +137,9 @@ class Raising:
     def execute(self, *_: Any) -> None:
         raise self.error
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     "error",

@@ -198,6 +198,7 @@ class Executor:
             platform.release_memory()
             try:
                 platform.synchronize()
+                self.runner.close()
             except RuntimeError:
                 # Before torch frees pinned memory it asks the device for its last use. A lost device would abort the
                 # process, also at interpreter exit. So the runner is never freed: its memory ends with the process.

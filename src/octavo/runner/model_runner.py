@@ -162,6 +162,10 @@ class ModelRunner:
                 precompile(self.passes.run_all_variants)
             self.passes.capture_all()
 
+    def close(self) -> None:
+        """Free captured work, also if others still refer to it: NCCL waits for graphs that have its kernels."""
+        self.passes.release_graphs()
+
     @torch.inference_mode()
     def measure_pass(self) -> float:
         """Seconds of the shortest decode pass; 0 without graphs of whole passes."""

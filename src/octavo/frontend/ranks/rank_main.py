@@ -40,6 +40,8 @@ def main(fd: int) -> NoReturn:
         executor = build_rank(args, member)
         with torch.inference_mode():
             follow(executor, member.reader, member.board)
+        executor.runner.platform.synchronize()  # rank 0's device may wait for the last sums
+        member.end()
         code = 0
     except Exception as error:
         logging.getLogger("octavo").debug("rank %d ends", member.rank, exc_info=True)

@@ -39,7 +39,7 @@ class DraftModel:
         self.inputs = DecodeInputs.allocate(
             target.step_counter, *lines, max_blocks=max_blocks, block_size=self._block_size
         )
-        self._graphs = GraphCache(platform.make_graphs(self.inputs) if graphs else None, [])
+        self.graphs = GraphCache(platform.make_graphs(self.inputs) if graphs else None, [])
 
     def prefill(self, token_ids: Tensor, batch: RaggedBatch) -> None:
         """Write K and V of a prefill pass, without logits."""
@@ -60,6 +60,6 @@ class DraftModel:
             inputs.ends.copy_(ends)
             inputs.depths.fill_(depth)
             self._ops.prepare_decode_inputs(state, inputs, self._block_size)  # a line without a draft is inactive
-            logits = self._graphs.decode_logits(self.draft.model, inputs, self.draft.kv)
+            logits = self.graphs.decode_logits(self.draft.model, inputs, self.draft.kv)
             if depth < num_drafts:
                 state.drafts[:, depth].index_copy_(0, rows, self._ops.sample_checked(logits, inputs.sampling))

@@ -50,6 +50,11 @@ class CudaGraphs:
         graph.replay()
         return result
 
+    def release(self) -> None:
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def capture(self, name: Hashable, work: Callable[[], Tensor | None]) -> None:
         """Capture the kernels that `work` launches.
 

@@ -54,6 +54,12 @@ class GraphCache:
         assert self.captured is not None
         return self.captured.replay(shape)
 
+    def release(self) -> None:
+        """Free the captured work; nothing is captured again."""
+        if self.captured is not None:
+            self.captured.release()
+        self.captured = None
+
     def decode_logits(self, model: Model, inputs: DecodeInputs, kv: Tensor, *, sliced: bool = False) -> Tensor:
         """A model's logits of all lines, from a graph of the model alone where graphs do not take whole passes.
 

@@ -40,3 +40,6 @@ class Graphs(Protocol):
 
     def replay(self, name: Hashable) -> Tensor | None:
         """Run captured work again, on the present contents of the same memory. Returns the tensor that it returned."""
+
+    def release(self) -> None:
+        """Free all captured work."""

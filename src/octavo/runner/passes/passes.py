@@ -71,6 +71,12 @@ class Passes:
         """Compute with another model, without graphs: they do not call a model."""
         self.model, self.graphs.captured = model, None
 
+    def release_graphs(self) -> None:
+        """Free all captured work."""
+        self.graphs.release()
+        if self.draft_model is not None:
+            self.draft_model.graphs.release()
+
     # -- shapes --------------------------------------------------------------------------------------------------------
 
     def shape(self, p: Pass, part: Part, variant: PassShape = PLAIN) -> PassShape:

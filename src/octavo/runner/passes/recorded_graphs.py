@@ -85,6 +85,9 @@ class RecordedGraphs:
         recording.replay()
         return logits
 
+    def release(self) -> None:
+        self._graphs.clear()
+
     def _replays_exactly(
         self, recording: native.RecordedCalls, logits: Tensor, work: Callable[[], Tensor | None]
     ) -> bool:

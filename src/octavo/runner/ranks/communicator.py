@@ -98,7 +98,7 @@ class Communicator:
     def least(self, number: int) -> int:
         """The least number of all ranks."""
         numbers = torch.empty(self.size, dtype=torch.int64)
-        self._control._allgather_base(numbers, torch.tensor([number])).wait()
+        self._control._allgather_base(numbers, torch.tensor([number], dtype=torch.int64)).wait()
         return int(numbers.min())
 
     def share(self, numbers: Sequence[int]) -> list[int]:

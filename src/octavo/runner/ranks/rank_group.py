@@ -70,6 +70,10 @@ class RankStarted(msgspec.Struct, array_like=True, tag="started"):
     """The rank has read its options and will connect."""
 
 
+class RankEnded(msgspec.Struct, array_like=True, tag="ended"):
+    """The rank has computed all plans, and exits."""
+
+
 class RankFailed(msgspec.Struct, array_like=True, tag="failed"):
     """The last message of a failing rank: the name of an exception, and its text."""
 
@@ -78,7 +82,8 @@ class RankFailed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 _LAUNCH = msgspec.msgpack.Decoder(RankLaunch)
-_MESSAGE: msgspec.msgpack.Decoder[RankStarted | RankFailed] = msgspec.msgpack.Decoder(RankStarted | RankFailed)
+Message = RankStarted | RankEnded | RankFailed
+_MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def make_shared(fd: int, rank: int, size: int, *, create: bool) -> tuple[SharedMemory, StatusBoard, PlanRing]:
@@ -98,7 +103,7 @@ class _Child:
         os.set_blocking(self.wake, False)
         self.process: subprocess.Popen[bytes] | None = None
         self.failure: RankFailed | None = None
-        self.started = False
+        self.started = self.ended = False
 
     def start(self, command: Sequence[str], fds: Sequence[int]) -> None:
         pass_fds = [self.far_end.fileno(), self.far_wake, *fds]
@@ -274,9 +279,12 @@ class RankGroup:
             for fd, _ in ready:
                 if self._closing:
                     return
-                if fd in by_fd and not self._read(by_fd[fd]):
-                    self._end(by_fd[fd])
+                if fd not in by_fd or self._read(child := by_fd[fd]):
+                    continue
+                if not child.ended:
+                    self._end(child)
                     return
+                poll.unregister(fd)
 
     def _end_if_stuck(self, standstill: Standstill) -> None:
         """A supervisor's step limit mostly comes earlier. Before the first plan, others may load their weights."""
@@ -294,7 +302,7 @@ class RankGroup:
             if isinstance(message, RankFailed):
                 child.failure = message
             else:
-                child.started = True
+                child.started, child.ended = True, isinstance(message, RankEnded)
             self._changed.notify_all()
         return child.failure is None
 
@@ -314,13 +322,14 @@ class RankGroup:
             return
         self._closing = True
         os.write(self._watcher_wakes, b"\0")
-        if threading.current_thread() is not self._watcher:
-            self._watcher.join()
+        self._watcher.join(EXIT_S)
         deadline = time.monotonic() + (0.0 if self.failure else EXIT_S)
         for child in self._children:
             child.lifeline.close()
         for child in self._children:
             child.end(deadline)
+        if self._watcher.is_alive():  # NCCL waits for the graphs of a lost device
+            return
         if self.communicator is not None:
             self.communicator.close()
             torch.set_num_threads(self._num_threads_before)
@@ -363,6 +372,11 @@ class RankMember:
     @contextmanager
     def start_errors(self) -> Iterator[None]:
         yield
+
+    def end(self) -> None:
+        """Tell rank 0 that this rank has computed all plans."""
+        with contextlib.suppress(OSError):
+            self._lifeline.send(RankEnded(), wait=True)
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends."""
