@@ -19,6 +19,8 @@ DEV     := $(VENV)/.installed-dev
 # Two workers on two cores, with one thread each: torch's own threads would only fight over the tiny tensors of tests.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
+# A worker that is done takes tests of the other: some take minutes.
+SPREAD  := -n $(WORKERS) --dist worksteal
 TARGET  ?= quick
 QUICK   := tests/params tests/core tests/text tests/test_project.py
 
@@ -33,15 +35,15 @@ demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memo
 
 quick: $(DEV) ## the inner loop, under a minute: lint, and the tests of the core, parameters, text and this project's rules
 	@$(BIN)/ruff check && $(BIN)/ruff format --check
-	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' $(QUICK) $(ARGS)
+	@$(PYTEST) $(SPREAD) -m 'not slow and not proof' $(QUICK) $(ARGS)
 
 test: $(DEV) ## the tests, in a quarter of an hour on two cores; the end lists skipped tests with their reasons
 	@echo '== test'
-	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' -rs $(ARGS)
+	@$(PYTEST) $(SPREAD) -m 'not slow and not proof' -rs $(ARGS)
 
 proof: $(DEV) ## the longer tests that `make check` adds: kernels in Triton's interpreter, fairness, real models
 	@echo '== longer tests'
-	@$(PYTEST) -n $(WORKERS) -m 'proof and not slow' -rs $(ARGS)
+	@$(PYTEST) $(SPREAD) -m 'proof and not slow' -rs $(ARGS)
 
 pythons: ## `make quick`, or TARGET=test, on every other Python at hand that torch has wheels for
 	@for version in 3.11 3.12 3.13 3.14; do \
@@ -92,13 +94,13 @@ bench: $(DEV) ## the core's cost, the attention ladder, and this CPU beside Tran
 # numpy's products are OpenBLAS's, which rounds differently on each processor, and Triton's interpreter uses them.
 blas: $(DEV) ## the tests that multiply with numpy, as OpenBLAS rounds on Haswell and Zen
 	@echo '== tests of products, as OpenBLAS computes them on Haswell'
-	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -n $(WORKERS) -q tests/kernels/triton/test_interpreter.py $(ARGS)
+	@OPENBLAS_CORETYPE=Haswell $(PYTEST) $(SPREAD) -q tests/kernels/triton/test_interpreter.py $(ARGS)
 
 # Snapshots are tested with the recorder that takes them, beam search parameters with beam search.
 coverage: COVERED_BY := tests/core tests/params tests/view/recording tests/engine/test_beam_search.py
 coverage: $(DEV)
 	@echo '== coverage: every branch of octavo.core and octavo.params'
-	@$(PYTEST) -n $(WORKERS) -m 'not slow' $(COVERED_BY) --cov --cov-report=term:skip-covered --cov-fail-under=100
+	@$(PYTEST) $(SPREAD) -m 'not slow' $(COVERED_BY) --cov --cov-report=term:skip-covered --cov-fail-under=100
 
 lint: $(DEV)
 	@echo '== lint'

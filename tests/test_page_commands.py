@@ -35,7 +35,7 @@ SHORT: dict[str, dict[str, str]] = {
     "chat": {"--max-tokens": "4"},
     "plan": {"--requests": "20"},
     "reproduce": {"--time": "0.01"},
-    "reproduce fig12": {"--time": "0.0001"},
+    "reproduce fig12": {"--time": "0.002"},
     "serve": {"--port": "0", "--num-gpu-blocks-override": "256"},
     "simulate sharegpt": {"--requests": "20"},
 }

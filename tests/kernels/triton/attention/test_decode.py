@@ -147,10 +147,10 @@ def test_non_finite_numbers_of_a_later_line_reach_no_earlier_one() -> None:
     assert relative_error(found[0][:3], expected[0][:3]) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize(("group_size", "lines"), [(1, 9), (4, 5), (8, 2)])
-def test_a_fixed_split_gives_the_same_bits_as_lines_alone(group_size: int, lines: int) -> None:
-    """Also where only the last lines reach another split, and where they need one more step of the merge."""
-    rows = [(510, lines), (16 * 512 - 1, lines), (5, lines), (1024, 1), (0, 0), (700, 2)]
+@pytest.mark.parametrize(("group_size", "lines", "num_splits"), [(1, 9, 2), (4, 5, 2), (8, 2, 16)])
+def test_a_fixed_split_gives_the_same_bits_as_lines_alone(group_size: int, lines: int, num_splits: int) -> None:
+    """Also where only the last lines reach another split, and with 16 where they need one more step of the merge."""
+    rows = [(510, lines), (num_splits * 512 - 1, lines), (5, lines), (1024, 1), (0, 0), (700, 2)]
     packed, alone = make_rows(rows, lines, num_kv_heads=1, group_size=group_size, block_size=16)
     packed.batch, alone.batch = (replace(case.batch, fixed_split=True) for case in (packed, alone))
     result, schedule = attend_with_schedule(packed, 0)
