@@ -37,7 +37,7 @@ quick: $(DEV) ## the inner loop, under a minute: lint, and the tests of the core
 	@$(BIN)/ruff check && $(BIN)/ruff format --check
 	@$(PYTEST) $(SPREAD) -m 'not slow and not proof' $(QUICK) $(ARGS)
 
-test: $(DEV) ## the tests, in a quarter of an hour on two cores; the end lists skipped tests with their reasons
+test: $(DEV) ## the tests, in 15 to 30 minutes on two cores; the end lists skipped tests with their reasons
 	@echo '== test'
 	@$(PYTEST) $(SPREAD) -m 'not slow and not proof' -rs $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,14 +16,20 @@ from octavo.runner.ranks.rank_group import make_file, make_shared
 def of_ranks(work: Callable[[Communicator], Any], size: int = 2) -> list[Any]:
     """What `work` returns on each of the ranks, which are threads."""
     memory_fd, store_fd = make_file(), make_file()
-    _, board, _ = make_shared(memory_fd, 0, size, create=True)
+    memory, board, ring = make_shared(memory_fd, 0, size, create=True)
 
     def run(rank: int) -> Any:
         communicator = Communicator(board, rank, size, store_fd, torch.device("cpu"))
         return work(communicator)
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+        results = list(pool.map(run, range(size)))
+    ring.release()
+    board.release()
+    memory.close()
+    os.close(memory_fd)
+    os.close(store_fd)
+    return results
 
 
 def test_all_ranks_know_the_least_number() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,21 @@ def test_the_message_of_a_failing_rank_ends_the_group(monkeypatch: pytest.Monkey
     with pytest.raises(DeviceLostError, match="rank 1 failed: ValueError: planted"):
         group.check()
     group.close()
+
+
+def test_close_returns_while_an_abort_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's waits for graphs, which a lost device does not free."""
+    aborts = threading.Event()
+    communicator: Any = SimpleNamespace(abort=aborts.wait)
+    monkeypatch.setattr(rank_group, "EXIT_S", 0.1)
+    group = RankGroup(2, {}, (sys.executable, "-c", "pass"))
+    group.communicator = communicator
+    with group._changed:
+        group._changed.wait_for(lambda: bool(group.failure), TIMEOUT_S)
+    group.close()
+    assert group._watcher.is_alive()
+    aborts.set()
+    group._watcher.join(TIMEOUT_S)
 
 
 def test_pushed_sums_end_before_nccl() -> None:
